@@ -1,0 +1,13 @@
+"""Attention and its calculus: torch's function, `attend`, and joining of results."""
+
+from cumulant.attention.attend import Attended, attend, attend_packed, merge
+from cumulant.attention.sdpa import scaled_dot_product_attention, sdpa_replaced
+
+__all__ = [
+    "Attended",
+    "attend",
+    "attend_packed",
+    "merge",
+    "scaled_dot_product_attention",
+    "sdpa_replaced",
+]

@@ -1,0 +1,310 @@
+"""`attend`: everything attention knows about a query, each field differentiable to any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cumulant.attention.inputs import Call, Window, prepare
+from cumulant.errors import InputError
+from cumulant.kernels import formulas
+from cumulant.kernels.attention import Moments, attention, expectation
+from cumulant.kernels.merge import Shares, mix, mix_entropy, mix_variance, shares
+
+__all__ = ["Attended", "attend", "attend_packed", "merge"]
+
+
+class Attended:
+    """The tilted measure over keys, one per query: fields are computed when asked for, and kept.
+
+    With p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i) (THEORY T1, T7, T12):
+
+    ================== ================== =========================================================
+    field              shape              what it is
+    ================== ================== =========================================================
+    ``mean``           ``(*batch, M, e)`` E[v], the attention output
+    ``log_normalizer`` ``(*batch, M)``    G, the log-sum-exp of the scores
+    ``key_mean``       ``(*batch, M, d)`` E[k], the gradient of G in scale * q
+    ``entropy``        ``(*batch, M)``    Shannon entropy of the weights, in nats
+    ``score_mean``     ``(*batch, M)``    E of scale <q, k>, without the bias
+    ``score_variance`` ``(*batch, M)``    Var of scale <q, k>: the heat capacity
+    ``value_variance`` ``(*batch, M, e)`` the diagonal of Cov[v]
+    ================== ================== =========================================================
+
+    A query that sees no key has G = -inf and zeros elsewhere. For half-precision input, vectors
+    come back in that precision and the scalars in float32.
+    """
+
+    def __init__(self, compute: Callable[[str], Tensor]) -> None:
+        self._compute = compute
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._compute("mean")
+
+    @cached_property
+    def log_normalizer(self) -> Tensor:
+        return self._compute("log_normalizer")
+
+    @cached_property
+    def key_mean(self) -> Tensor:
+        return self._compute("key_mean")
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return self._compute("entropy")
+
+    @cached_property
+    def score_mean(self) -> Tensor:
+        return self._compute("score_mean")
+
+    @cached_property
+    def score_variance(self) -> Tensor:
+        return self._compute("score_variance")
+
+    @cached_property
+    def value_variance(self) -> Tensor:
+        return self._compute("value_variance")
+
+
+_VECTORS = ("mean", "key_mean", "value_variance")
+
+
+class _Fields:
+    """The fields of `Attended`, from queries, keys and values."""
+
+    def __init__(self, call: Call, *, values_are_keys: bool) -> None:
+        self._call = call
+        self._values_are_keys = values_are_keys
+        self._done: Moments | None = None
+
+    def __call__(self, name: str) -> Tensor:
+        """One field in the caller's shape and precision."""
+        column: Tensor = getattr(self, name)()
+        out = self._call.finish(column)
+        return out.to(self._call.dtype) if name in _VECTORS else out.squeeze(-1)
+
+    def _moments(self) -> Moments:
+        if self._done is None:
+            self._done = attention(self._call.arguments, self._call.options)
+        return self._done
+
+    def mean(self) -> Tensor:
+        return self._moments().mean
+
+    def log_normalizer(self) -> Tensor:
+        return self._moments().log_normalizer
+
+    def key_mean(self) -> Tensor:
+        if self._values_are_keys:
+            return self.mean()
+        arguments = {**self._call.arguments, "value": self._call.arguments["key"]}
+        return attention(arguments, self._call.options).mean
+
+    def entropy(self) -> Tensor:
+        options = replace(self._call.options, entropy=True)
+        arguments = self._call.arguments
+        if self._done is None:  # mean, G and entropy in one pass
+            done = self._done = attention(arguments, options)
+        else:
+            done = attention({**arguments, "value": arguments["value"][..., :0]}, options)
+        if done.entropy is None:
+            raise RuntimeError("the kernel was asked for the entropy and did not return it")
+        return done.entropy
+
+    @cached_property
+    def _with_normalizer(self) -> dict[str, Tensor]:
+        arguments = {n: x for n, x in self._call.arguments.items() if n != "value"}
+        return {**arguments, "log_normalizer": self._moments().log_normalizer}
+
+    @cached_property
+    def _score_mean(self) -> Tensor:
+        band = self._call.options.band
+        return expectation(formulas.score_mean, "score_mean", self._with_normalizer, band)
+
+    def score_mean(self) -> Tensor:
+        return self._score_mean
+
+    def score_variance(self) -> Tensor:
+        arguments = {**self._with_normalizer, "score_mean": self._score_mean}
+        band = self._call.options.band
+        return expectation(formulas.score_variance, "score_variance", arguments, band)
+
+    def value_variance(self) -> Tensor:
+        # E[v^2] - E[v]^2 cancels where a row is peaked: shift the values, use double precision.
+        arguments = self._call.arguments
+        wide = torch.float32 if arguments["value"].device.type == "mps" else torch.float64
+        arguments = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
+        value = arguments["value"]
+        if value.shape[-2]:
+            value = value - value.mean(-2, keepdim=True).detach()
+        features = value.shape[-1]
+        arguments["value"] = torch.cat([value, value * value], -1)
+        both = attention(arguments, self._call.options).mean
+        variance = both[..., features:] - both[..., :features] ** 2
+        return variance.clamp_min(0.0).to(self._call.arguments["value"].dtype)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    window: Window | None = None,
+) -> Attended:
+    """Attention with its calculus: G, mean, entropy, variances, every derivative (THEORY T1, T12).
+
+    p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i): a measure over keys tilted by the query.
+
+    Args:
+        query: ``(*batch, M, d)``.
+        key: ``(*batch, N, d)``.
+        value: ``(*batch, N, e)``; the keys themselves if left out, so that ``mean`` is the
+            gradient of G.
+        attn_mask: boolean (True = may attend) or added to the scores (differentiable), or a
+            ``torch.nn.attention.bias`` object; broadcasts to ``(*batch, M, N)``.
+        is_causal: query i sees keys j <= i (torch's top-left alignment).
+        scale: number or tensor (differentiable); 1/sqrt(d) if left out.
+        enable_gqa: dimension -3 holds heads, and key heads serve groups of query heads.
+        window: (left, right): keys at most so far behind and ahead of the diagonal; None is open.
+
+    Returns:
+        Attended: its fields are computed when asked for. Ask for ``entropy`` first to have it,
+        ``mean`` and ``log_normalizer`` in one pass.
+
+    Raises:
+        InputError: the shapes, dtypes or devices do not fit; the message restates the call.
+
+    >>> import torch, cumulant as cm
+    >>> key = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> a = cm.attend(torch.zeros(1, 2), key)
+    >>> a.mean, a.log_normalizer.exp(), a.entropy.exp()
+    (tensor([[0.5000, 0.5000]]), tensor([2.]), tensor([2.]))
+    """
+    call = prepare(
+        "attend",
+        query,
+        key,
+        key if value is None else value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+    )
+    return Attended(_Fields(call, values_are_keys=value is None))
+
+
+def merge(first: Attended, second: Attended) -> Attended:
+    """Join results of the same queries over two disjoint key sets, exactly (THEORY T1, T7).
+
+    A key lies in the first set with probability e^(G_1 - G), G = log(e^G_1 + e^G_2); means mix,
+    entropies add by the chain rule, variances by the law of total variance. A KV-cache in chunks,
+    shards of keys and streaming are all this.
+
+    >>> import torch, cumulant as cm
+    >>> q, k, v = torch.randn(4, 8), torch.randn(10, 8), torch.randn(10, 3)
+    >>> parts = cm.merge(cm.attend(q, k[:6], v[:6]), cm.attend(q, k[6:], v[6:]))
+    >>> whole = cm.attend(q, k, v)
+    >>> torch.allclose(parts.mean, whole.mean, atol=1e-6)
+    True
+    >>> torch.allclose(parts.entropy, whole.entropy, atol=1e-6)
+    True
+    """
+    one, two = first.log_normalizer.shape, second.log_normalizer.shape
+    if one != two:
+        raise InputError(
+            "merge joins results of the same queries over different keys; their log-normalizers "
+            f"must have one shape, but these have {tuple(one)} and {tuple(two)}."
+        )
+    split = shares(first.log_normalizer, second.log_normalizer)
+    columns = Shares(*(x.unsqueeze(-1) for x in split))
+
+    def compute(name: str) -> Tensor:
+        a, b = getattr(first, name), getattr(second, name)
+        if name == "log_normalizer":
+            return split.log_normalizer
+        if name == "entropy":
+            return mix_entropy(split, a, b)
+        if name == "score_variance":
+            return mix_variance(split, (first.score_mean, a), (second.score_mean, b))
+        if name == "value_variance":
+            return mix_variance(columns, (first.mean, a), (second.mean, b)).to(a.dtype)
+        return mix(columns if name in _VECTORS else split, a, b).to(a.dtype)
+
+    return Attended(compute)
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    query_offsets: Tensor | Sequence[int],
+    key_offsets: Tensor | Sequence[int] | None = None,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    window: Window | None = None,
+) -> Attended:
+    """`attend` for sequences of different lengths packed end to end: none sees another's keys.
+
+    Args:
+        query: ``(*batch, total, d)``; sequence n is ``query_offsets[n]:query_offsets[n + 1]``.
+        key, value: likewise, cut by `key_offsets` (the same as `query_offsets` if left out).
+        query_offsets, key_offsets: cumulative lengths, from 0 to the total.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(7, 4)
+    >>> a = cm.attend_packed(x, x, query_offsets=[0, 3, 7])
+    >>> torch.allclose(a.mean[:3], cm.attend(x[:3], x[:3]).mean)
+    True
+    """
+    rows = _offsets("query_offsets", query_offsets, query.shape[-2])
+    columns = rows
+    if key_offsets is not None or key.shape[-2] != query.shape[-2]:
+        given = query_offsets if key_offsets is None else key_offsets
+        columns = _offsets("key_offsets", given, key.shape[-2])
+    if len(rows) != len(columns):
+        raise InputError(
+            f"query_offsets and key_offsets must name the same number of sequences, but they name "
+            f"{len(rows) - 1} and {len(columns) - 1}."
+        )
+    parts = [
+        attend(
+            query[..., a:b, :],
+            key[..., c:d, :],
+            None if value is None else value[..., c:d, :],
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            window=window,
+        )
+        for (a, b), (c, d) in zip(pairwise(rows), pairwise(columns), strict=True)
+    ]
+
+    def compute(name: str) -> Tensor:
+        fields: list[Tensor] = [getattr(part, name) for part in parts]
+        return torch.cat(fields, -2 if name in _VECTORS else -1)
+
+    return Attended(compute)
+
+
+def _offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
+    numbers = [int(x) for x in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
+    rising = all(a <= b for a, b in pairwise(numbers))
+    if len(numbers) < 2 or numbers[0] != 0 or numbers[-1] != total or not rising:
+        raise InputError(
+            f"{name} must rise from 0 to the packed length {total}, one more entry than there are "
+            f"sequences; got {numbers[:8]}{'...' if len(numbers) > 8 else ''}."
+        )
+    return numbers

@@ -1,0 +1,150 @@
+"""torch's attention function with every derivative, and a way to put it in torch's place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulant.attention.attend import attend_packed
+from cumulant.attention.inputs import prepare
+from cumulant.errors import InputError
+from cumulant.kernels.attention import attention
+
+__all__ = ["scaled_dot_product_attention", "sdpa_replaced"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` with every derivative (THEORY T12).
+
+    Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
+    torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of
+    `attn_mask` and of a tensor `scale`, dropout without an M x N array, and rows without keys are
+    zero. Jagged nested tensors are taken without `attn_mask` and dropout.
+
+    Args:
+        query: ``(*batch, M, d)``.
+        key: ``(*batch, N, d)``.
+        value: ``(*batch, N, e)``.
+        attn_mask: boolean (True = may attend) or additive, or a ``torch.nn.attention.bias`` object.
+        dropout_p: probability of dropping a weight; as in torch it is applied whenever given.
+        is_causal: query i sees keys j <= i.
+        scale: 1/sqrt(d) if left out.
+        enable_gqa: dimension -3 holds heads, and key heads serve groups of query heads.
+
+    Returns:
+        Tensor: ``(*batch, M, e)``.
+
+    Raises:
+        InputError: the shapes, dtypes or devices do not fit; the message restates the call.
+
+    >>> import torch, cumulant as cm
+    >>> q, k, v = (torch.randn(2, 5, 8) for _ in range(3))
+    >>> f = lambda q: cm.scaled_dot_product_attention(q, k, v)
+    >>> value, tangent = torch.func.jvp(f, (q,), (torch.randn(2, 5, 8),))
+    >>> tangent.shape
+    torch.Size([2, 5, 8])
+    """
+    if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if attn_mask is not None or dropout_p:
+            raise InputError(
+                "Nested tensors are taken without attn_mask and dropout_p; use is_causal, or "
+                "attend each sequence by itself."
+            )
+        return _nested(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    call = prepare(
+        "scaled_dot_product_attention",
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return call.finish(attention(call.arguments, call.options).mean).to(call.dtype)
+
+
+def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Jagged ``(batch, heads, length, features)``, as torch's own function takes them."""
+    parts: list[Tensor] = []
+    offsets: list[Tensor] = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not x.is_nested or x.layout != torch.jagged or x.ndim != 4:
+            raise InputError(
+                f"With nested input, query, key and value must all be jagged with shape (batch, "
+                f"heads, length, features); {name} is {type(x).__name__} with layout {x.layout}."
+            )
+        rows: Any = x.transpose(1, 2)  # (batch, length, heads, features): lengths are packed
+        parts.append(rows.values().transpose(0, 1))
+        offsets.append(rows.offsets())
+    out = attend_packed(
+        *parts, query_offsets=offsets[0], key_offsets=offsets[1], **options
+    ).mean.transpose(0, 1)
+    return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
+
+
+_lock = threading.Lock()
+_inside = threading.local()
+_entered = 0
+_torch_function: Callable[..., Tensor] = F.scaled_dot_product_attention
+_fast_path = True
+
+
+def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands in torch's place: ours in threads that asked for it, torch's in the others."""
+    function = scaled_dot_product_attention if getattr(_inside, "depth", 0) else _torch_function
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def sdpa_replaced() -> Generator[None]:
+    """Within this context, ``F.scaled_dot_product_attention`` is ours, in this thread.
+
+    One line gives an existing model forward mode and higher derivatives. It covers whatever calls
+    the function through ``torch.nn.functional``: ``nn.MultiheadAttention``,
+    ``nn.TransformerEncoder`` (whose inference shortcut is switched off meanwhile), Hugging Face
+    models with ``attn_implementation="sdpa"``. It nests, is restored after exceptions, and leaves
+    other threads alone. Code that imported the function itself by name is not reached.
+
+    >>> import torch, cumulant as cm
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    >>> x = torch.randn(1, 5, 8)
+    >>> with cm.sdpa_replaced():
+    ...     value, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    >>> tangent.shape
+    torch.Size([1, 5, 8])
+    """
+    global _entered, _torch_function, _fast_path
+    with _lock:
+        if _entered == 0:
+            _torch_function = F.scaled_dot_product_attention
+            _fast_path = torch.backends.mha.get_fastpath_enabled()
+            F.scaled_dot_product_attention = _dispatch
+            torch.backends.mha.set_fastpath_enabled(False)
+        _entered += 1
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                F.scaled_dot_product_attention = _torch_function
+                torch.backends.mha.set_fastpath_enabled(_fast_path)

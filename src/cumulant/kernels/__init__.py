@@ -1,0 +1,1 @@
+"""G over a set of points, with every derivative: dense oracle, streaming, merge."""

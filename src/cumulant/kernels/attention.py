@@ -1,0 +1,297 @@
+"""Mean, log-normalizer and entropy of attention, differentiable to any order (THEORY T1, T7, T12).
+
+Two autograd Functions carry the library: `_Attention` here, which knows G, and the sum over tiles
+of ``tiles.py``, which given G does everything else. The derivative of the first is the second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels import formulas, fused
+from cumulant.kernels.eager import eager
+from cumulant.kernels.formulas import INDEX
+from cumulant.kernels.merge import mix, mix_entropy, shares
+from cumulant.kernels.tiles import (
+    Arguments,
+    Band,
+    Named,
+    Program,
+    Result,
+    Tile,
+    TileFunction,
+    batch_first,
+    iterate,
+    tile_sum,
+)
+from cumulant.kernels.workspace import Workspace
+
+__all__ = ["Moments", "Options", "attention", "expectation"]
+
+_FORWARD_ORDER = ("mean", "log_normalizer", "entropy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is fixed about a call: which pairs may meet, dropout, and whether entropy is wanted."""
+
+    band: Band = Band()
+    dropout: float = 0.0
+    entropy: bool = False
+
+
+class Moments(NamedTuple):
+    """E[v] ``(*batch, M, e)``, G and entropy ``(*batch, M, 1)``; entropy only where asked for."""
+
+    mean: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor | None
+
+
+def _on_tile(tile: Tile, a: Arguments, options: Options) -> list[Tensor]:
+    """(mean, G, entropy) of the tile's keys alone."""
+    work = tile.work
+    s_mn = formulas.scores(tile, a)
+    peak = s_mn.amax(-1, keepdim=True)
+    peak.masked_fill_(peak == -math.inf, 0.0)
+    s_mn = work.sub(s_mn, peak)
+    p_mn = work.exp2(work.copy(s_mn) if options.entropy else s_mn)
+    total = formulas.row_sum(p_mn)
+    mass = total.masked_fill(total == 0, 1.0)
+    log_mass = mass.log2()
+    mean = formulas.dropped(tile, a, options.dropout, p_mn) @ a["value"]
+    if "broken" in a:  # values that are not finite reach the rows that give them weight
+        mean.masked_fill_((p_mn > 0).to(mean.dtype) @ a["broken"] > 0, math.nan)
+    out = [
+        mean.div_(mass),
+        ((peak + log_mass) / formulas.LOG2_E).masked_fill_(total == 0, -math.inf),
+    ]
+    if options.entropy:
+        heat = formulas.row_sum(work.mul(work.clamp_min(s_mn, formulas.FLOOR), p_mn))
+        out.append((log_mass - heat / mass) / formulas.LOG2_E)
+    return out
+
+
+def _stream(options: Options, arguments: Named) -> list[Tensor]:
+    """(mean, G, entropy), merging tiles of keys one after another."""
+    query, key, value = (arguments[n] for n in ("query", "key", "value"))
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    m, n = query.shape[-2], key.shape[-2]
+    mean = query.new_zeros(*batch, m, value.shape[-1])
+    normalizer = query.new_full((*batch, m, 1), -math.inf)
+    entropy = query.new_zeros(*batch, m, 1)
+    results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
+    if 0 in (*batch, m, n):
+        return results
+    with Workspace.lease(query) as work:
+        for slices, rows, columns in iterate(batch, (m, n), 2**20):
+            total: list[Tensor] | None = None
+            for piece in columns:
+                if options.band.excludes(rows, piece):
+                    continue
+                tile = Tile(slices, rows, piece, options.band, work)
+                work.begin()
+                cut = {name: tile.cut(INDEX[name], x) for name, x in arguments.items()}
+                part = _on_tile(tile, cut, options)
+                total = part if total is None else _merge(total, part)
+            if total is not None:
+                for result, x in zip(results, total, strict=True):
+                    result[(*slices, slice(rows.start, rows.stop))] = x
+    return results
+
+
+def _merge(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    split = shares(first[1], second[1])
+    merged = [mix(split, first[0], second[0]), split.log_normalizer]
+    if len(first) > 2:
+        merged.append(mix_entropy(split, first[2], second[2]))
+    return merged
+
+
+def _guarded(arguments: Named) -> Arguments:
+    """The same call arranged so that no NaN or infinity meets a weight of exactly zero."""
+    out = dict(arguments)
+    value = arguments["value"]
+    finite = value.isfinite()
+    out["value"] = value.masked_fill(~finite, 0.0)
+    out["broken"] = (~finite).to(value.dtype)
+    if "bias" in arguments:
+        seen = arguments["bias"] != -math.inf
+        out["mask"] = arguments["mask"] & seen if "mask" in arguments else seen
+    return out
+
+
+def _forward(options: Options, arguments: Named) -> list[Tensor]:
+    done = None if options.entropy else fused.forward(arguments, options.band)
+    out = _stream(options, arguments) if done is None else list(done)
+    if bool(out[0].isnan().any()):
+        # A removed key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
+        out = _stream(options, _guarded(arguments))
+    return out
+
+
+def _pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
+    """Tangents of (mean, G, entropy).
+
+    The whole formula lies in the tile function: torch disables forward mode around plain
+    operations here, so only Functions keep the tangents of outer levels.
+    """
+    names = _FORWARD_ORDER[: 3 if options.entropy else 2]
+    moving = names if tangents.keys() - {"value"} else ("mean",)
+    program = Program(
+        function=partial(formulas.pushforward, rate=options.dropout),
+        indices={**INDEX, **{"tangent " + n: INDEX[n] for n in tangents}},
+        results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
+        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        band=options.band,
+    )
+    out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
+    return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
+
+
+def _fused_backward(program: Program, arguments: Named) -> Arguments | None:
+    """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
+    others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
+    if (
+        others
+        or "cotangent mean" not in arguments
+        or any(r.name == "bias" for r in program.results)
+    ):
+        return None
+    if any(arguments[r.name].shape != r.shape for r in program.results):
+        return None  # a batch of cotangents for shared arguments
+    return fused.backward(arguments, program.band)
+
+
+def _double_backward(
+    program: Program, arguments: Named, cotangents: Named, *, options: Options
+) -> Arguments | None:
+    """The total derivative of the first gradient in one pass over whole rows.
+
+    It accounts for the dependence of G and the mean on the queries, keys and values, so these two
+    arguments get no gradient of their own.
+    """
+    if "cotangent entropy" in arguments:
+        return None
+    names = [n for n in ("query", "key", "value", "bias") if n in arguments]
+    names += [n for n in ("cotangent mean", "cotangent log_normalizer") if n in arguments]
+    tilted = bool(cotangents.keys() - {"value"})
+    if "cotangent mean" not in arguments:
+        names = [n for n in names if n != "value"]
+    if not tilted:
+        names = [n for n in names if n not in ("cotangent log_normalizer", "value")]
+    wanted = tuple(names)
+    second = Program(
+        function=partial(formulas.double_pullback, rate=options.dropout, wanted=wanted),
+        indices={**program.indices, **{"second " + n: INDEX[n] for n in cotangents}},
+        results=tuple(Result(n, program.indices[n], tuple(arguments[n].shape)) for n in wanted),
+        grid=program.grid,
+        band=program.band,
+        whole_rows=True,
+    )
+    return tile_sum(second, {**arguments, **{"second " + n: c for n, c in cotangents.items()}})
+
+
+def _pullback(
+    options: Options, arguments: Named, cotangents: Named, wanted: tuple[str, ...]
+) -> Arguments:
+    """Gradients of (mean, G, entropy) in the wanted arguments."""
+    if "mean" not in cotangents:
+        wanted = tuple(n for n in wanted if n != "value")
+    program = Program(
+        function=partial(formulas.pullback, rate=options.dropout, wanted=wanted),
+        indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},
+        results=tuple(Result(n, INDEX[n], tuple(arguments[n].shape)) for n in wanted),
+        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        band=options.band,
+        run=_fused_backward,
+        pull=partial(_double_backward, options=options),
+    )
+    return tile_sum(program, {**arguments, **{"cotangent " + n: c for n, c in cotangents.items()}})
+
+
+class _Attention(torch.autograd.Function):
+    """(mean, G[, entropy]) of named arguments; derivatives are sums over tiles."""
+
+    @staticmethod
+    def forward(options: Options, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return tuple(_forward(options, dict(zip(names, tensors, strict=True))))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        options, names, *tensors = inputs
+        ctx.options, ctx.names = options, names
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def _saved(ctx: Any) -> Arguments:
+        names = (*ctx.names, *_FORWARD_ORDER[: 3 if ctx.options.entropy else 2])
+        return dict(zip(names, ctx.saved_tensors, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        cotangents = {n: g for n, g in zip(_FORWARD_ORDER, grads, strict=False) if g is not None}
+        wanted = tuple(
+            name
+            for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
+            if needed and name in ("query", "key", "value", "bias")
+        )
+        if not cotangents or not wanted:
+            return (None,) * (2 + len(ctx.names))
+        out = _pullback(ctx.options, _Attention._saved(ctx), cotangents, wanted)
+        return None, None, *(out.get(name) for name in ctx.names)
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
+        return tuple(_pushforward(ctx.options, _Attention._saved(ctx), tangents))
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        options: Options,
+        names: tuple[str, ...],
+        *tensors: Tensor,
+    ) -> Any:
+        out = _Attention.apply(options, names, *batch_first(tensors, in_dims[2:]))
+        return out, (0,) * len(out)
+
+
+@eager
+def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> Moments:
+    """E[v], G and entropy under p(j|i) = exp(<q_i, k_j> + bias_ij - G_i).
+
+    Arguments are named tensors of equal rank with broadcastable batches: ``query``, ``key``,
+    ``value``, and optionally ``bias`` (additive, differentiable), ``mask`` (boolean, True = may
+    attend), ``seed`` (int32, with dropout).
+    """
+    out = _Attention.apply(options, tuple(arguments), *arguments.values())
+    return Moments(out[0], out[1], out[2] if options.entropy else None)
+
+
+@eager
+def expectation(
+    function: TileFunction, name: str, arguments: Mapping[str, Tensor], band: Band
+) -> Tensor:
+    """A further scalar per query, given G: one of ``formulas``' functions summed over tiles."""
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
+    program = Program(
+        function=function,
+        indices=INDEX,
+        results=(Result(name, "i", (*batch, m, 1)),),
+        grid=(m, n),
+        band=band,
+    )
+    return tile_sum(program, arguments)[name]

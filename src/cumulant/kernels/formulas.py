@@ -1,0 +1,223 @@
+"""What attention and its derivatives add up on one tile: the mathematics, in torch.
+
+Shape legend, per tile: ``q_md`` queries, ``k_nd`` keys, ``v_ne`` values, ``s_mn`` scores,
+``p_mn`` weights p(j|i) = exp(s_ij - G_i), ``t_mn`` tangents of the scores; row quantities are
+columns ``(m, 1)``. All carry the tile's batch in front. Formulas are THEORY T1, T7, T12.
+
+Arithmetic on (m, n) arrays goes through ``tile.work``, which may overwrite its first argument.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels.dropout import kept
+from cumulant.kernels.tiles import Arguments, Tile
+
+LOG2_E = 1 / math.log(2)
+
+# Below this exponent of two even float64 is exactly zero; a finite floor keeps 0 * log 0 at 0.
+FLOOR = -2000.0
+
+INDEX = {
+    "query": "i",
+    "key": "j",
+    "value": "j",
+    "bias": "ij",
+    "mask": "ij",
+    "seed": "",
+    "log_normalizer": "i",
+    "mean": "i",
+    "entropy": "i",
+    "score_mean": "i",
+    "broken": "j",
+}
+
+
+def scores(tile: Tile, a: Arguments) -> Tensor:
+    """s_ij log2(e), -inf where a pair may not meet.
+
+    In units of log 2 because exp2 is faster than exp; the factor rides on the queries.
+    """
+    s_mn = tile.work.matmul(a["query"] * LOG2_E, a["key"].mT)
+    if "bias" in a:
+        s_mn = tile.work.add(s_mn, a["bias"] * LOG2_E)
+    if "mask" in a:
+        s_mn = tile.work.masked_fill(s_mn, ~a["mask"], -math.inf)
+    outside = tile.band.hidden(tile.rows, tile.columns, s_mn.device)
+    return s_mn if outside is None else tile.work.masked_fill(s_mn, outside, -math.inf)
+
+
+def log_weights(tile: Tile, a: Arguments) -> Tensor:
+    """log2 p(j|i) = (s_ij - G_i) log2(e). A row without keys has G = -inf and weights 0."""
+    shift = a["log_normalizer"]
+    shift = shift.masked_fill(shift == -math.inf, 0.0)
+    return tile.work.sub(scores(tile, a), shift * LOG2_E)
+
+
+def weights(tile: Tile, a: Arguments) -> Tensor:
+    """p(j|i)."""
+    return tile.work.exp2(log_weights(tile, a))
+
+
+def dropped(tile: Tile, a: Arguments, rate: float, x_mn: Tensor) -> Tensor:
+    """`x_mn` after dropout: kept entries over (1 - rate), as torch defines it."""
+    if rate == 0.0:
+        return x_mn
+    keep = kept(a["seed"], tile.rows, tile.columns, rate).to(x_mn.dtype)
+    return x_mn * (keep if rate == 1.0 else keep / (1 - rate))
+
+
+def row_sum(x_mn: Tensor) -> Tensor:
+    """Sum over the keys, kept as a column."""
+    return x_mn.sum(-1, keepdim=True)
+
+
+def score_tangent(tile: Tile, a: Arguments, prefix: str) -> Tensor | None:
+    """t_ij = <dq_i, k_j> + <q_i, dk_j> + dbias_ij, from whichever are present."""
+    query, key, bias = (a.get(prefix + n) for n in ("query", "key", "bias"))
+    t_mn: Tensor | None = None
+    if query is not None and key is not None:  # one matrix product is faster than two
+        both = torch.cat([query, a["query"]], -1), torch.cat([a["key"], key], -1)
+        t_mn = tile.work.matmul(both[0], both[1].mT)
+    elif query is not None:
+        t_mn = tile.work.matmul(query, a["key"].mT)
+    elif key is not None:
+        t_mn = tile.work.matmul(a["query"], key.mT)
+    if bias is None:
+        return t_mn
+    return bias if t_mn is None else tile.work.add(t_mn, bias)
+
+
+def pushforward(tile: Tile, a: Arguments, *, rate: float) -> Arguments:
+    """Tangents of (mean, G, entropy) along score tangents t and value tangents dv.
+
+    dG = E[t],   dE[v] = E[t (v - E[v])] + E[dv],   dH = -E[t (log p + H)]
+    """
+    work = tile.work
+    l_mn = log_weights(tile, a)
+    p_mn = work.exp2(work.copy(l_mn) if "entropy" in a else l_mn)
+    out: Arguments = {}
+    if "tangent value" in a:
+        out["mean"] = dropped(tile, a, rate, p_mn) @ a["tangent value"]
+    t_mn = score_tangent(tile, a, "tangent ")
+    if t_mn is not None:
+        pt_mn = work.mul(t_mn, p_mn)
+        tilt = row_sum(pt_mn)
+        out["log_normalizer"] = tilt
+        mean = torch.addcmul(dropped(tile, a, rate, pt_mn) @ a["value"], tilt, a["mean"], value=-1)
+        out["mean"] = out["mean"] + mean if "mean" in out else mean
+        if "entropy" in a:
+            heat = row_sum(work.mul(work.clamp_min(l_mn, FLOOR), pt_mn)) / LOG2_E
+            out["entropy"] = -heat - tilt * a["entropy"]
+    return out
+
+
+def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) -> Arguments:
+    """Gradients of (mean, G, entropy) for their cotangents g, gG, gH.
+
+    ds_ij = p_ij (<g_i, v_j> + c_i - gH_i (log p_ij + H_i)),   c = gG - <g, mean>
+    dq = ds k,   dk = ds' q,   dv = p' g,   dbias = ds
+    """
+    work = tile.work
+    g, g_G, g_H = (a.get("cotangent " + n) for n in ("mean", "log_normalizer", "entropy"))
+    l_mn = log_weights(tile, a)
+    p_mn = work.exp2(work.copy(l_mn) if g_H is not None else l_mn)
+    out: Arguments = {}
+    w_mn: Tensor | None = None
+    if g is not None:
+        c = -row_sum(g * a["mean"])
+        w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
+        w_mn = work.add(w_mn, c if g_G is None else c + g_G)
+        if "value" in wanted:
+            out["value"] = dropped(tile, a, rate, p_mn).mT @ g
+    elif g_G is not None:
+        w_mn = g_G
+    if g_H is not None:
+        heat = work.mul(work.clamp_min(l_mn, FLOOR), -g_H / LOG2_E)
+        heat = work.sub(heat, g_H * a["entropy"])
+        w_mn = heat if w_mn is None else work.add(heat, w_mn)
+    if w_mn is not None:
+        ds_mn = work.mul(p_mn, w_mn)
+        if "query" in wanted:
+            out["query"] = ds_mn @ a["key"]
+        if "key" in wanted:
+            out["key"] = ds_mn.mT @ a["query"]
+        if "bias" in wanted:
+            out["bias"] = ds_mn
+    return out
+
+
+def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) -> Arguments:
+    """Gradient of <dq, a_q> + <dk, a_k> + <dv, a_v> + <dbias, a_b> through `pullback` (no gH).
+
+    The tile spans all keys, so row sums close inside it. With t = <a_q, k> + <q, a_k> + a_b
+    centred, t <- t - E[t], and u = <g, a_v>, w = <g, v> + gG - <g, mean> (products with g after
+    dropout):
+
+        e = w t + u,   x = p (e - E[e]),   ds = p w
+        q: x k + ds a_k            k: x' q + ds' a_q            bias: x
+        g: p (t v + a_v)           v: (p t)' g                  gG: E[t] before centring
+    """
+    work = tile.work
+    g, g_G = a.get("cotangent mean"), a.get("cotangent log_normalizer")
+    a_q, a_k, a_v = (a.get("second " + n) for n in ("query", "key", "value"))
+    p_mn = weights(tile, a)
+    out: Arguments = {}
+    e_mn = w_mn = None
+    t_mn = score_tangent(tile, a, "second ")
+    if a_v is not None and g is not None:
+        out["cotangent mean"] = dropped(tile, a, rate, p_mn) @ a_v
+    if t_mn is not None:
+        pt_mn = work.mul(work.copy(t_mn), p_mn)
+        t_bar = row_sum(pt_mn)
+        out["cotangent log_normalizer"] = t_bar
+        t_mn = work.sub(t_mn, t_bar)
+        w_mn = g_G
+        if g is not None:
+            pt_mn = dropped(tile, a, rate, work.addcmul(pt_mn, p_mn, t_bar, value=-1))
+            out["value"] = pt_mn.mT @ g
+            moved = pt_mn @ a["value"]
+            out["cotangent mean"] = (
+                out["cotangent mean"] + moved if "cotangent mean" in out else moved
+            )
+            c = -row_sum(g * a["mean"])
+            w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
+            w_mn = work.add(w_mn, c if g_G is None else c + g_G)
+        if w_mn is not None:
+            e_mn = work.mul(t_mn, w_mn)
+    if a_v is not None and g is not None:
+        u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
+        e_mn = u_mn if e_mn is None else work.add(u_mn, e_mn)
+    if e_mn is not None:
+        x_mn = work.mul(e_mn, p_mn)
+        x_mn = work.addcmul(x_mn, p_mn, row_sum(x_mn), value=-1)
+        out["query"] = x_mn @ a["key"]
+        out["key"] = x_mn.mT @ a["query"]
+        if "bias" in wanted:
+            out["bias"] = x_mn
+        if w_mn is not None and (a_k is not None or a_q is not None):
+            ds_mn = work.mul(p_mn, w_mn)
+            if a_k is not None:
+                out["query"] = out["query"] + ds_mn @ a_k
+            if a_q is not None:
+                out["key"] = out["key"] + ds_mn.mT @ a_q
+    return out
+
+
+def score_mean(tile: Tile, a: Arguments) -> Arguments:
+    """E[<q, k>]: the bias shapes the weights but is no part of the score."""
+    p_mn = weights(tile, a)
+    s_mn = tile.work.matmul(a["query"], a["key"].mT)
+    return {"score_mean": row_sum(tile.work.mul(s_mn, p_mn))}
+
+
+def score_variance(tile: Tile, a: Arguments) -> Arguments:
+    """Var[<q, k>], centred before squaring so that nothing cancels."""
+    p_mn = weights(tile, a)
+    s_mn = tile.work.matmul(a["query"], a["key"].mT)
+    s_mn = tile.work.sub(s_mn, a["score_mean"])
+    return {"score_variance": row_sum(tile.work.mul(tile.work.mul(p_mn, s_mn), s_mn))}

@@ -1,0 +1,124 @@
+"""torch's fused attention on the CPU: the same value and first gradient at torch's own cost.
+
+This is the place where another compiled backend would plug in: it answers whether it can compute
+(mean, G), and the first gradient of the mean, for given arguments. ``None`` means no, and the
+tiles of this package do the work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels.tiles import Arguments, Band, Named
+
+_CAUSAL = Band(upper=0)
+_DTYPES = (torch.float32, torch.float64)
+
+
+class _Plan(NamedTuple):
+    """How batch dimensions become the operator's (batch, heads)."""
+
+    query: tuple[int, int]
+    key: tuple[int, int]
+    bias: Tensor | None
+
+
+def _heads(x: Tensor, batch: tuple[int, int]) -> Tensor:
+    """``(batch, heads, rows, features)``; the operator assumes unit stride in the features."""
+    x = x.reshape(*batch, *x.shape[-2:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _plan(arguments: Named, band: Band) -> _Plan | None:
+    """The operator's view of the arguments, or ``None`` where it does not apply."""
+    query, key, value = (arguments[n] for n in ("query", "key", "value"))
+    if query.device.type != "cpu" or query.dtype not in _DTYPES or "seed" in arguments:
+        return None
+    masked = "mask" in arguments or "bias" in arguments
+    if not band.open and (band != _CAUSAL or masked):
+        return None
+    # The operator wants equal feature sizes, and divides by the sizes it gets.
+    if query.shape[-1] != value.shape[-1] or 0 in (*query.shape, *key.shape):
+        return None
+    outer, inner = tuple(query.shape[:-2]), tuple(key.shape[:-2])
+    if inner != tuple(value.shape[:-2]):
+        return None
+    if inner == outer:
+        split, groups = max(len(outer) - 1, 0), 1
+    elif len(outer) > 1 and inner == (*outer[:-1], 1):
+        split, groups = len(outer) - 2, outer[-1]
+    else:
+        return None
+    lead, heads = math.prod(outer[:split]), math.prod(outer[split:])
+    bias = None
+    if masked:
+        bias = _additive(arguments)
+        sizes: list[int] = []
+        for mine, full in (
+            (bias.shape[:split], outer[:split]),
+            (bias.shape[split:-2], outer[split:]),
+        ):
+            if math.prod(mine) != 1 and tuple(mine) != full:
+                return None
+            sizes.append(math.prod(mine))
+        bias = bias.reshape(*sizes, *bias.shape[-2:])
+    return _Plan((lead, heads), (lead, heads // groups), bias)
+
+
+def _additive(arguments: Named) -> Tensor:
+    """Bias and boolean mask as one additive tensor."""
+    bias, mask = arguments.get("bias"), arguments.get("mask")
+    if bias is None:
+        bias = torch.zeros((), dtype=arguments["query"].dtype)
+    return bias if mask is None else torch.where(mask, bias, -math.inf)
+
+
+def forward(arguments: Named, band: Band) -> tuple[Tensor, Tensor] | None:
+    """(mean, G) by torch's fused operator."""
+    plan = _plan(arguments, band)
+    if plan is None:
+        return None
+    mean, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _heads(arguments["query"], plan.query),
+        _heads(arguments["key"], plan.key),
+        _heads(arguments["value"], plan.key),
+        0.0,
+        not band.open,
+        attn_mask=plan.bias,
+        scale=1.0,
+    )
+    if plan.bias is not None:
+        # The operator reports G = 0 for a row without keys; a true 0 is kept.
+        suspect = normalizer == 0
+        if bool(suspect.any()):
+            seen = (plan.bias > -math.inf).any(-1)
+            normalizer = normalizer.masked_fill(suspect & ~seen, -math.inf)
+    rows = arguments["query"].shape[:-1]
+    return mean.reshape(*rows, -1), normalizer.reshape(*rows, 1)
+
+
+def backward(arguments: Named, band: Band) -> Arguments | None:
+    """Gradients of the mean alone, by torch's fused operator."""
+    plan = _plan(arguments, band)
+    if plan is None:
+        return None
+    normalizer = arguments["log_normalizer"]
+    normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _heads(arguments["cotangent mean"], plan.query),
+        _heads(arguments["query"], plan.query),
+        _heads(arguments["key"], plan.key),
+        _heads(arguments["value"], plan.key),
+        _heads(arguments["mean"], plan.query),
+        _heads(normalizer, plan.query).squeeze(-1),
+        0.0,
+        not band.open,
+        attn_mask=plan.bias,
+        scale=1.0,
+    )
+    names = ("query", "key", "value")
+    return {n: g.reshape(arguments[n].shape) for n, g in zip(names, grads, strict=True)}

@@ -1,0 +1,361 @@
+"""Sums over tiles of a query-by-key grid, closed under differentiation.
+
+Given the log-normalizer G, everything attention computes is a sum over pairs (i, j) of a query
+and a key with p_ij = exp(s_ij - G_i): expectations sum over j, gradients of the keys sum over i,
+gradients of a shared bias sum over whatever the bias was broadcast along. Such a sum can be taken
+tile by tile, so no M x N array is ever stored. And the derivative of a sum over tiles is the sum
+over tiles of the derivative: differentiating a :class:`Program` gives another program. That one
+rule is why every derivative, of any order, forward or reverse, needs memory linear in M + N.
+
+Shape legend: every tensor here is ``(*batch, rows, columns)`` with the same number of batch
+dimensions; a size-1 dimension broadcasts. The *index* of a tensor says which dimensions run over
+queries and keys:
+
+    "i"   (*batch, M, features)      one row per query
+    "j"   (*batch, N, features)      one row per key
+    "ij"  (*batch, M or 1, N or 1)   one entry per pair
+    ""    (*batch, 1, 1)             one entry per measure
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels.workspace import Workspace
+
+__all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum"]
+
+Named = Mapping[str, Tensor]
+Arguments = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Pairs that may meet: ``lower <= j - i <= upper``; ``None`` leaves a side open.
+
+    Causal attention is ``upper=0``, aligned to the last key ``upper=N-M``, a sliding window of w
+    past keys adds ``lower=-w``.
+    """
+
+    lower: int | None = None
+    upper: int | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.lower is None and self.upper is None
+
+    def excludes(self, rows: range, columns: range) -> bool:
+        """Whether no pair of the tile may meet."""
+        nearest = columns.start - (rows.stop - 1)
+        farthest = (columns.stop - 1) - rows.start
+        return (self.upper is not None and nearest > self.upper) or (
+            self.lower is not None and farthest < self.lower
+        )
+
+    def hidden(self, rows: range, columns: range, device: torch.device) -> Tensor | None:
+        """True where a pair may *not* meet; ``None`` where the whole tile may."""
+        nearest = columns.start - (rows.stop - 1)
+        farthest = (columns.stop - 1) - rows.start
+        above = self.upper is not None and farthest > self.upper
+        below = self.lower is not None and nearest < self.lower
+        if not (above or below):
+            return None
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        offset = torch.arange(columns.start, columns.stop, device=device)[None, :] - i
+        hidden = torch.zeros_like(offset, dtype=torch.bool)
+        if above and self.upper is not None:
+            hidden |= offset > self.upper
+        if below and self.lower is not None:
+            hidden |= offset < self.lower
+        return hidden
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a tile lies: a slice of the batch, a range of queries, a range of keys."""
+
+    batch: tuple[slice, ...]
+    rows: range
+    columns: range
+    band: Band
+    work: Workspace
+
+    def slices(self, index: str, tensor: Tensor) -> tuple[slice, ...]:
+        """The part of `tensor` that this tile touches; broadcast dimensions stay whole."""
+        rows = slice(self.rows.start, self.rows.stop)
+        columns = slice(self.columns.start, self.columns.stop)
+        last = {"i": (rows, None), "j": (columns, None), "ij": (rows, columns), "": (None, None)}
+        wanted = (*self.batch, *last[index])
+        whole = slice(None)
+        return tuple(
+            whole if part is None or size == 1 else part
+            for part, size in zip(wanted, tensor.shape, strict=True)
+        )
+
+    def cut(self, index: str, tensor: Tensor) -> Tensor:
+        """The tile's part of `tensor`, with the batch expanded to the tile's own.
+
+        Expanding makes every contribution carry the tile's full batch, so that summing it down
+        to the shape of a broadcast argument counts each member of the batch once.
+        """
+        part = tensor[self.slices(index, tensor)]
+        batch = tuple(piece.stop - piece.start for piece in self.batch)
+        return part.expand(*batch, *part.shape[-2:])
+
+
+TileFunction = Callable[[Tile, Arguments], Arguments]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program adds up: its name, its index and its full shape."""
+
+    name: str
+    index: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of one tile, and how its arguments and results are indexed.
+
+    `function` maps the tile's arguments to contributions, already summed over the tile's own
+    queries (index "j"), keys ("i") or neither ("ij"); it must be written in operations that
+    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `run` and `pull`
+    are optional shortcuts for the value and for the vector-Jacobian product; they return ``None``
+    when they do not apply.
+    """
+
+    function: TileFunction
+    indices: Mapping[str, str]
+    results: tuple[Result, ...]
+    grid: tuple[int, int]
+    band: Band = Band()
+    area: int = 2**20
+    whole_rows: bool = False
+    run: Callable[[Program, Named], Arguments | None] | None = None
+    pull: Callable[[Program, Named, Named], Arguments | None] | None = None
+
+
+def _pieces(size: int, length: int) -> list[range]:
+    """`size` cut into nearly equal ranges no longer than `length`."""
+    count = max(1, -(-size // max(1, length)))
+    edges = [size * n // count for n in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def iterate(
+    batch: Sequence[int], grid: tuple[int, int], area: int, *, whole_rows: bool = False
+) -> Iterator[tuple[tuple[slice, ...], range, list[range]]]:
+    """Yield (batch slices, query range, key ranges) that cover the grid.
+
+    A tile holds about `area` pairs and is close to square, which on CPUs is what keeps the first
+    matrix product efficient; many small grids of a batch share one tile.
+    """
+    m, n = grid
+    columns = [range(n)] if whole_rows else _pieces(n, max(1024, area // max(1, m)))
+    height = max(1, area // max(1, len(columns[0])))
+    if whole_rows:  # fewer than 128 rows starve the matrix products; four areas are the limit
+        height = max(height, min(128, 4 * area // max(1, n)))
+    rows = _pieces(m, height)
+    room = max(1, area // max(1, len(rows[0]) * len(columns[0])))
+    cuts: list[list[range]] = []
+    for size in reversed(batch):
+        cuts.append(_pieces(size, room))
+        room = max(1, room // max(1, size))
+    for parts in itertools.product(*reversed(cuts)):
+        slices = tuple(slice(p.start, p.stop) for p in parts)
+        for piece in rows:
+            yield slices, piece, columns
+
+
+def evaluate(program: Program, arguments: Named) -> Arguments:
+    """Add up the program's contributions over all tiles (no gradient is recorded)."""
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    some = next(x for x in arguments.values() if x.is_floating_point())
+    totals = {r.name: some.new_zeros(r.shape) for r in program.results}
+    if 0 in batch or 0 in program.grid:
+        return totals
+    tiles = iterate(batch, program.grid, program.area, whole_rows=program.whole_rows)
+    with Workspace.lease(some) as work:
+        for slices, rows, columns in tiles:
+            for piece in columns:
+                if program.band.excludes(rows, piece):
+                    continue
+                tile = Tile(slices, rows, piece, program.band, work)
+                work.begin()
+                cut = {name: tile.cut(program.indices[name], x) for name, x in arguments.items()}
+                parts = program.function(tile, cut)
+                for result in program.results:
+                    total = totals[result.name]
+                    target = total[tile.slices(result.index, total)]
+                    target += parts[result.name].sum_to_size(target.shape)
+    return totals
+
+
+def _vjp(
+    function: Callable[..., tuple[Tensor, ...]], *primals: Tensor
+) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]:
+    return cast(Any, torch.func.vjp(function, *primals))
+
+
+def _fresh(prefix: str, names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
+    """New names for `names`, so that derivatives of derivatives never share an argument."""
+    used = set(taken)
+    out: dict[str, str] = {}
+    for name in names:
+        new = f"{prefix} {name}"
+        while new in used:
+            new += "'"
+        out[name] = new
+        used.add(new)
+    return out
+
+
+def _pullback(
+    program: Program, arguments: Named, cotangents: Named, wanted: Sequence[str]
+) -> Arguments:
+    """The vector-Jacobian product of a sum over tiles: again a sum over tiles."""
+    names = _fresh("cotangent", cotangents, arguments)
+
+    def function(tile: Tile, given: Arguments) -> Arguments:
+        tile = replace(tile, work=Workspace(reuse=False))
+        fixed = {name: given[name] for name in arguments if name not in wanted}
+
+        def partial(*values: Tensor) -> tuple[Tensor, ...]:
+            out = program.function(tile, fixed | dict(zip(wanted, values, strict=True)))
+            return tuple(out[name] for name in cotangents)
+
+        value, pull = _vjp(partial, *(given[name] for name in wanted))
+        seeds = tuple(given[names[n]].expand_as(v) for n, v in zip(cotangents, value, strict=True))
+        return dict(zip(wanted, pull(seeds), strict=True))
+
+    index_of = {r.name: r.index for r in program.results}
+    pulled = replace(
+        program,
+        function=function,
+        indices={**program.indices, **{names[n]: index_of[n] for n in cotangents}},
+        results=tuple(Result(n, program.indices[n], tuple(arguments[n].shape)) for n in wanted),
+        area=min(program.area, 2**18),
+        run=None,
+        pull=None,
+    )
+    return tile_sum(pulled, {**arguments, **{names[n]: c for n, c in cotangents.items()}})
+
+
+def _pushforward(program: Program, arguments: Named, tangents: Named) -> Arguments:
+    """The Jacobian-vector product of a sum over tiles: again a sum over tiles.
+
+    The tile's Jacobian is transposed twice instead of using forward mode, because torch allows
+    only one level of plain dual numbers and the caller may already be inside it.
+    """
+    names = _fresh("tangent", tangents, arguments)
+    outputs = [r.name for r in program.results]
+
+    def function(tile: Tile, given: Arguments) -> Arguments:
+        tile = replace(tile, work=Workspace(reuse=False))
+        fixed = {name: given[name] for name in arguments if name not in tangents}
+
+        def partial(*values: Tensor) -> tuple[Tensor, ...]:
+            out = program.function(tile, fixed | dict(zip(tangents, values, strict=True)))
+            return tuple(out[name] for name in outputs)
+
+        value, pull = _vjp(partial, *(given[name] for name in tangents))
+        zeros = tuple(torch.zeros_like(v) for v in value)
+        _, push = _vjp(lambda *seeds: pull(seeds), *zeros)
+        pushed = push(tuple(given[names[name]] for name in tangents))
+        return dict(zip(outputs, pushed, strict=True))
+
+    pushed = replace(
+        program,
+        function=function,
+        indices={**program.indices, **{names[n]: program.indices[n] for n in tangents}},
+        area=min(program.area, 2**18),
+        run=None,
+        pull=None,
+    )
+    return tile_sum(pushed, {**arguments, **{names[n]: t for n, t in tangents.items()}})
+
+
+class _TileSum(torch.autograd.Function):
+    """``tile_sum`` as an autograd Function whose derivatives are again ``tile_sum``."""
+
+    @staticmethod
+    def forward(program: Program, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        arguments = dict(zip(names, tensors, strict=True))
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            out = program.run(program, arguments) if program.run else None
+            if out is None:
+                out = evaluate(program, arguments)
+        return tuple(out[r.name] for r in program.results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        program, names, *tensors = inputs
+        ctx.program, ctx.names = program, names
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        program: Program = ctx.program
+        arguments = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        cotangents = {
+            r.name: g for r, g in zip(program.results, grads, strict=True) if g is not None
+        }
+        wanted = [
+            name
+            for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
+            if needed and arguments[name].is_floating_point()
+        ]
+        if not cotangents or not wanted:
+            return (None,) * (2 + len(ctx.names))
+        out = program.pull(program, arguments, cotangents) if program.pull else None
+        if out is None:
+            out = _pullback(program, arguments, cotangents, wanted)
+        return None, None, *(out.get(name) for name in ctx.names)
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        program: Program = ctx.program
+        arguments = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
+        out = _pushforward(program, arguments, tangents)
+        return tuple(out[r.name] for r in program.results)
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        program: Program,
+        names: tuple[str, ...],
+        *tensors: Tensor,
+    ) -> Any:
+        lifted = replace(
+            program,
+            results=tuple(replace(r, shape=(info.batch_size, *r.shape)) for r in program.results),
+        )
+        moved = batch_first(tensors, in_dims[2:])
+        out = _TileSum.apply(lifted, names, *moved)
+        return out, (0,) * len(out)
+
+
+def batch_first(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+    """Give every tensor a new leading batch dimension: its vmapped one, or size 1."""
+    return [
+        x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def tile_sum(program: Program, arguments: Named) -> Arguments:
+    """Sum a program over all tiles: differentiable to any order, memory linear in M + N."""
+    out = _TileSum.apply(program, tuple(arguments), *arguments.values())
+    return {r.name: x for r, x in zip(program.results, out, strict=True)}
