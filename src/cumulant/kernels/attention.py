@@ -205,6 +205,8 @@ def _pullback(
     """Gradients of (mean, G, entropy) in the wanted arguments."""
     if "mean" not in cotangents:
         wanted = tuple(n for n in wanted if n != "value")
+    if not wanted:
+        return {}
     program = Program(
         function=partial(formulas.pullback, rate=options.dropout, wanted=wanted),
         indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},

@@ -19,6 +19,7 @@ class DenseMoments(NamedTuple):
     log_normalizer: Tensor
     entropy: Tensor
     key_mean: Tensor
+    score_mean: Tensor
     value_variance: Tensor
     score_variance: Tensor
     weights: Tensor
@@ -60,6 +61,7 @@ def dense_attention(
         log_normalizer=normalizer,
         entropy=-(weights * log_weights).sum(-1),
         key_mean=weights @ key,
+        score_mean=score_mean[..., 0],
         value_variance=(
             weights[..., None] * (value[..., None, :, :] - mean[..., None, :]) ** 2
         ).sum(-2),

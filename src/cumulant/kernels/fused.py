@@ -98,7 +98,12 @@ def forward(arguments: Named, band: Band) -> tuple[Tensor, Tensor] | None:
             seen = (plan.bias > -math.inf).any(-1)
             normalizer = normalizer.masked_fill(suspect & ~seen, -math.inf)
     rows = arguments["query"].shape[:-1]
-    return mean.reshape(*rows, -1), normalizer.reshape(*rows, 1)
+    return _own(mean, (*rows, mean.shape[-1])), _own(normalizer, (*rows, 1))
+
+
+def _own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshaped, but not a view: dual numbers cannot attach a tangent to a fresh view."""
+    return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
 def backward(arguments: Named, band: Band) -> Arguments | None:

@@ -143,6 +143,10 @@ class Program:
     pull: Callable[[Program, Named, Named], Arguments | None] | None = None
 
 
+# Longest side of a tile in keys, where there are queries enough to fill it.
+SIDE = 1024
+
+
 def _pieces(size: int, length: int) -> list[range]:
     """`size` cut into nearly equal ranges no longer than `length`."""
     count = max(1, -(-size // max(1, length)))
@@ -159,7 +163,7 @@ def iterate(
     matrix product efficient; many small grids of a batch share one tile.
     """
     m, n = grid
-    columns = [range(n)] if whole_rows else _pieces(n, max(1024, area // max(1, m)))
+    columns = [range(n)] if whole_rows else _pieces(n, max(SIDE, area // max(1, m)))
     height = max(1, area // max(1, len(columns[0])))
     if whole_rows:  # fewer than 128 rows starve the matrix products; four areas are the limit
         height = max(height, min(128, 4 * area // max(1, n)))

@@ -1,0 +1,5 @@
+"""`python -m cumulant`."""
+
+from cumulant.cli import main
+
+main()

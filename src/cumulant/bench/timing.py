@@ -1,0 +1,106 @@
+"""Fair timing on a noisy machine: interleaved rounds, paired ratios, medians."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Row", "interleave", "machine", "markdown"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured ratio and what it was hoped to be at most."""
+
+    shape: str
+    quantity: str
+    against: str
+    milliseconds: float
+    baseline_milliseconds: float
+    ratio: float
+    at_most: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= self.at_most
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    tick: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds per round of every case, run in turn so that drift hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        for name, run in cases.items():
+            tick(name)
+            start = time.perf_counter()
+            run()
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def row(
+    seconds: Mapping[str, list[float]],
+    shape: str,
+    quantity: str,
+    against: str,
+    at_most: float,
+) -> Row:
+    """The median over rounds of quantity / baseline, both of the same round."""
+    ours, base = seconds[quantity], seconds[against]
+    return Row(
+        shape,
+        quantity,
+        against,
+        1e3 * statistics.median(ours),
+        1e3 * statistics.median(base),
+        statistics.median(a / b for a, b in zip(ours, base, strict=True)),
+        at_most,
+    )
+
+
+def machine() -> str:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            model = next(x.split(":")[1].strip() for x in info if x.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return (
+        f"{model}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, float32"
+    )
+
+
+def markdown(title: str, command: str, rows: list[Row]) -> str:
+    """The rows as a page for the docs."""
+    lines = [
+        f"# {title}",
+        "",
+        f"Made by `{command}` on {machine()}. Times are medians of interleaved rounds; a ratio is",
+        "the median over rounds of two times taken in the same round.",
+        "",
+        "| shape (batch, heads, N, d) | quantity | against | ms | ratio | aim, at most |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        mark = "" if r.met else " (missed)"
+        lines.append(
+            f"| {r.shape} | {r.quantity} | {r.against} | {r.milliseconds:.1f} "
+            f"| {r.ratio:.2f}{mark} | {r.at_most:.2f} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,44 @@
+"""`cumulant`: the commands and how they fail."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from cumulant.cli.bench import bench
+from cumulant.errors import InputError
+
+app = typer.Typer(
+    help="Cumulant, the calculus of attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def version(
+    show: bool = typer.Option(
+        False, "--version", help="Print the version and stop.", is_eager=True
+    ),
+) -> None:
+    """Cumulant, the calculus of attention."""
+    if show:
+        from cumulant import __version__
+
+        typer.echo(f"cumulant {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command; bad input is one clear line and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"cumulant: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("cumulant: interrupted", err=True)
+        sys.exit(130)

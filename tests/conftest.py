@@ -1,0 +1,26 @@
+"""Fixtures shared by the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cumulant.kernels import attention, tiles
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Cut even tiny problems into many tiles, so that every seam is crossed."""
+    original = tiles.iterate
+
+    def iterate(batch, grid, area, *, whole_rows=False):
+        return original(batch, grid, 6, whole_rows=whole_rows)
+
+    monkeypatch.setattr(tiles, "SIDE", 3)
+    monkeypatch.setattr(tiles, "iterate", iterate)
+    monkeypatch.setattr(attention, "iterate", iterate)
