@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,10 @@ _AGAINST_MATH: Shape = (1, 8, 4096, 64)
 
 _FORWARD = "SDPA forward"
 _BOTH = "SDPA forward+backward"
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,7 +55,6 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     seed = g.clone().requires_grad_()
     ones = torch.ones(shape[:-1])
-    ours = scaled_dot_product_attention
 
     def both(function: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(*leaves), leaves, g)
@@ -62,16 +66,16 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
     def normalizer() -> object:
         return torch.autograd.grad(attend(*leaves[:2]).log_normalizer, leaves[:2], ones)
 
-    first = torch.autograd.grad(ours(*leaves), leaves, seed, create_graph=True)
+    first = torch.autograd.grad(_ours(*leaves), leaves, seed, create_graph=True)
     return {
         _FORWARD: lambda: F.scaled_dot_product_attention(q, k, v),
-        "attention forward": lambda: ours(q, k, v),
+        "attention forward": lambda: _ours(q, k, v),
         _BOTH: both(F.scaled_dot_product_attention),
-        "attention forward+backward": both(ours),
+        "attention forward+backward": both(_ours),
         "attention + G + entropy, forward": statistics,
         "G with gradient in q, k": normalizer,
-        "JVP, query tangent": lambda: torch.func.jvp(lambda x: ours(x, k, v), (q,), (dq,)),
-        "JVP, all tangents": lambda: torch.func.jvp(ours, (q, k, v), (dq, dk, dv)),
+        "JVP, query tangent": lambda: torch.func.jvp(partial(_ours, k=k, v=v), (q,), (dq,)),
+        "JVP, all tangents": lambda: torch.func.jvp(_ours, (q, k, v), (dq, dk, dv)),
         "double backward alone": lambda: torch.autograd.grad(
             first, [*leaves, seed], (dq, dk, dv), retain_graph=True
         ),
@@ -94,9 +98,9 @@ def _math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
 
     return {
         "math backend, all tangents": jvp(_math),
-        "JVP, all tangents": jvp(scaled_dot_product_attention),
+        "JVP, all tangents": jvp(_ours),
         "math backend, forward+backward+double backward": twice(_math),
-        "forward+backward+double backward": twice(scaled_dot_product_attention),
+        "forward+backward+double backward": twice(_ours),
     }
 
 

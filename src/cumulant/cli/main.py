@@ -11,15 +11,15 @@ from cumulant.errors import InputError
 
 app = typer.Typer(
     help="Cumulant, the calculus of attention.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def version(
+    context: typer.Context,
     show: bool = typer.Option(
         False, "--version", help="Print the version and stop.", is_eager=True
     ),
@@ -30,6 +30,8 @@ def version(
 
         typer.echo(f"cumulant {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main() -> None:

@@ -55,14 +55,16 @@ class Moments(NamedTuple):
     entropy: Tensor | None
 
 
-def _on_tile(tile: Tile, a: Arguments, options: Options) -> list[Tensor]:
-    """(mean, G, entropy) of the tile's keys alone."""
+def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> list[Tensor]:
+    """(mean, G, entropy) of the tile's keys alone; `shift` subtracts each row's maximum first."""
     work = tile.work
     s_mn = formulas.scores(tile, a)
-    peak = s_mn.amax(-1, keepdim=True)
-    peak.masked_fill_(peak == -math.inf, 0.0)
-    s_mn = work.sub(s_mn, peak)
-    p_mn = work.exp2(work.copy(s_mn) if options.entropy else s_mn)
+    peak = s_mn.new_zeros(1)
+    if shift:
+        peak = s_mn.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -math.inf, 0.0)
+        s_mn = work.sub(s_mn, peak)
+    p_mn = work.exp2(s_mn, fresh=options.entropy)
     total = formulas.row_sum(p_mn)
     mass = total.masked_fill(total == 0, 1.0)
     log_mass = mass.log2()
@@ -74,9 +76,17 @@ def _on_tile(tile: Tile, a: Arguments, options: Options) -> list[Tensor]:
         ((peak + log_mass) / formulas.LOG2_E).masked_fill_(total == 0, -math.inf),
     ]
     if options.entropy:
-        heat = formulas.row_sum(work.mul(work.clamp_min(s_mn, formulas.FLOOR), p_mn))
+        heat = formulas.row_sum(work.mul(formulas.bounded(tile, a, s_mn), p_mn))
         out.append((log_mass - heat / mass) / formulas.LOG2_E)
     return out
+
+
+def _scores_are_small(arguments: Named) -> bool:
+    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
+    if "bias" in arguments:
+        return False
+    longest = (torch.linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
+    return math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
 
 
 def _stream(options: Options, arguments: Named) -> list[Tensor]:
@@ -90,6 +100,7 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
     results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
     if 0 in (*batch, m, n):
         return results
+    shift = not _scores_are_small(arguments)
     with Workspace.lease(query) as work:
         for slices, rows, columns in iterate(batch, (m, n), 2**20):
             total: list[Tensor] | None = None
@@ -99,7 +110,7 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
                 tile = Tile(slices, rows, piece, options.band, work)
                 work.begin()
                 cut = {name: tile.cut(INDEX[name], x) for name, x in arguments.items()}
-                part = _on_tile(tile, cut, options)
+                part = _on_tile(tile, cut, options, shift)
                 total = part if total is None else _merge(total, part)
             if total is not None:
                 for result, x in zip(results, total, strict=True):
@@ -131,7 +142,7 @@ def _guarded(arguments: Named) -> Arguments:
 def _forward(options: Options, arguments: Named) -> list[Tensor]:
     done = None if options.entropy else fused.forward(arguments, options.band)
     out = _stream(options, arguments) if done is None else list(done)
-    if bool(out[0].isnan().any()):
+    if math.isnan(out[0].sum()):
         # A removed key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
         out = _stream(options, _guarded(arguments))
     return out

@@ -71,6 +71,12 @@ def dropped(tile: Tile, a: Arguments, rate: float, x_mn: Tensor) -> Tensor:
     return x_mn * (keep if rate == 1.0 else keep / (1 - rate))
 
 
+def bounded(tile: Tile, a: Arguments, l_mn: Tensor) -> Tensor:
+    """Logarithms kept finite where a key may have been removed: 0 * log 0 is 0."""
+    removed = "bias" in a or "mask" in a or not tile.band.open
+    return tile.work.clamp_min(l_mn, FLOOR) if removed else l_mn
+
+
 def row_sum(x_mn: Tensor) -> Tensor:
     """Sum over the keys, kept as a column."""
     return x_mn.sum(-1, keepdim=True)
@@ -99,19 +105,19 @@ def pushforward(tile: Tile, a: Arguments, *, rate: float) -> Arguments:
     """
     work = tile.work
     l_mn = log_weights(tile, a)
-    p_mn = work.exp2(work.copy(l_mn) if "entropy" in a else l_mn)
+    p_mn = work.exp2(l_mn, fresh="entropy" in a)
     out: Arguments = {}
     if "tangent value" in a:
-        out["mean"] = dropped(tile, a, rate, p_mn) @ a["tangent value"]
+        out["mean"] = work.matmul(dropped(tile, a, rate, p_mn), a["tangent value"])
     t_mn = score_tangent(tile, a, "tangent ")
     if t_mn is not None:
         pt_mn = work.mul(t_mn, p_mn)
         tilt = row_sum(pt_mn)
         out["log_normalizer"] = tilt
-        mean = torch.addcmul(dropped(tile, a, rate, pt_mn) @ a["value"], tilt, a["mean"], value=-1)
-        out["mean"] = out["mean"] + mean if "mean" in out else mean
+        mean = work.add_matmul(out.get("mean"), dropped(tile, a, rate, pt_mn), a["value"])
+        out["mean"] = work.addcmul(mean, tilt, a["mean"], value=-1)
         if "entropy" in a:
-            heat = row_sum(work.mul(work.clamp_min(l_mn, FLOOR), pt_mn)) / LOG2_E
+            heat = row_sum(work.mul(bounded(tile, a, l_mn), pt_mn)) / LOG2_E
             out["entropy"] = -heat - tilt * a["entropy"]
     return out
 
@@ -125,7 +131,7 @@ def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) 
     work = tile.work
     g, g_G, g_H = (a.get("cotangent " + n) for n in ("mean", "log_normalizer", "entropy"))
     l_mn = log_weights(tile, a)
-    p_mn = work.exp2(work.copy(l_mn) if g_H is not None else l_mn)
+    p_mn = work.exp2(l_mn, fresh=g_H is not None)
     out: Arguments = {}
     w_mn: Tensor | None = None
     if g is not None:
@@ -133,19 +139,19 @@ def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) 
         w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
         w_mn = work.add(w_mn, c if g_G is None else c + g_G)
         if "value" in wanted:
-            out["value"] = dropped(tile, a, rate, p_mn).mT @ g
+            out["value"] = work.matmul(dropped(tile, a, rate, p_mn).mT, g)
     elif g_G is not None:
         w_mn = g_G
     if g_H is not None:
-        heat = work.mul(work.clamp_min(l_mn, FLOOR), -g_H / LOG2_E)
+        heat = work.mul(bounded(tile, a, l_mn), -g_H / LOG2_E)
         heat = work.sub(heat, g_H * a["entropy"])
         w_mn = heat if w_mn is None else work.add(heat, w_mn)
     if w_mn is not None:
         ds_mn = work.mul(p_mn, w_mn)
         if "query" in wanted:
-            out["query"] = ds_mn @ a["key"]
+            out["query"] = work.matmul(ds_mn, a["key"])
         if "key" in wanted:
-            out["key"] = ds_mn.mT @ a["query"]
+            out["key"] = work.matmul(ds_mn.mT, a["query"])
         if "bias" in wanted:
             out["bias"] = ds_mn
     return out
@@ -170,41 +176,41 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
     e_mn = w_mn = None
     t_mn = score_tangent(tile, a, "second ")
     if a_v is not None and g is not None:
-        out["cotangent mean"] = dropped(tile, a, rate, p_mn) @ a_v
+        out["cotangent mean"] = work.matmul(dropped(tile, a, rate, p_mn), a_v)
     if t_mn is not None:
-        pt_mn = work.mul(work.copy(t_mn), p_mn)
+        pt_mn = work.mul(t_mn, p_mn, fresh=True)
         t_bar = row_sum(pt_mn)
         out["cotangent log_normalizer"] = t_bar
         t_mn = work.sub(t_mn, t_bar)
         w_mn = g_G
         if g is not None:
             pt_mn = dropped(tile, a, rate, work.addcmul(pt_mn, p_mn, t_bar, value=-1))
-            out["value"] = pt_mn.mT @ g
-            moved = pt_mn @ a["value"]
-            out["cotangent mean"] = (
-                out["cotangent mean"] + moved if "cotangent mean" in out else moved
-            )
+            out["value"] = work.matmul(pt_mn.mT, g)
+            out["cotangent mean"] = work.add_matmul(out.get("cotangent mean"), pt_mn, a["value"])
             c = -row_sum(g * a["mean"])
             w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
             w_mn = work.add(w_mn, c if g_G is None else c + g_G)
         if w_mn is not None:
             e_mn = work.mul(t_mn, w_mn)
     if a_v is not None and g is not None:
-        u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
-        e_mn = u_mn if e_mn is None else work.add(u_mn, e_mn)
+        if rate == 0.0:
+            e_mn = work.add_matmul(e_mn, g, a_v.mT)
+        else:
+            u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
+            e_mn = u_mn if e_mn is None else work.add(u_mn, e_mn)
     if e_mn is not None:
         x_mn = work.mul(e_mn, p_mn)
         x_mn = work.addcmul(x_mn, p_mn, row_sum(x_mn), value=-1)
-        out["query"] = x_mn @ a["key"]
-        out["key"] = x_mn.mT @ a["query"]
+        out["query"] = work.matmul(x_mn, a["key"])
+        out["key"] = work.matmul(x_mn.mT, a["query"])
         if "bias" in wanted:
             out["bias"] = x_mn
         if w_mn is not None and (a_k is not None or a_q is not None):
             ds_mn = work.mul(p_mn, w_mn)
             if a_k is not None:
-                out["query"] = out["query"] + ds_mn @ a_k
+                out["query"] = work.add_matmul(out["query"], ds_mn, a_k)
             if a_q is not None:
-                out["key"] = out["key"] + ds_mn.mT @ a_q
+                out["key"] = work.add_matmul(out["key"], ds_mn.mT, a_q)
     return out
 
 

@@ -6,8 +6,9 @@ whose buffers serve one tile after another and, on the CPU, one call after anoth
 keeps at most 64 MB; accelerators have allocators of their own that do this).
 
 Its operations are pure functions of their arguments with one licence: the *first* argument may be
-overwritten, so it must not be used again. Under differentiation the licence is not taken
-(``Workspace(reuse=False)``), and the same tile function is plain torch.
+overwritten, so it must not be used again unless the result is asked to be ``fresh``. Under
+differentiation the licence is not taken (``Workspace(reuse=False)``), and the same tile function
+is plain torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 _KEPT_BYTES = 64 * 2**20
+_PADDING = 16
 _kept = threading.local()
 
 
@@ -59,30 +61,47 @@ class Workspace:
         self._next = 0
 
     def _take(self, shape: torch.Size, like: Tensor) -> Tensor:
-        size = math.prod(shape)
+        # Rows a power of two apart share cache sets, which slows transposed products by a third.
+        width = shape[-1] + (_PADDING if shape[-1] >= 256 else 0)
+        size = math.prod(shape[:-1]) * width
         if self._next == len(self._buffers):
             self._buffers.append(like.new_empty(size))
         if self._buffers[self._next].numel() < size:
             self._buffers[self._next] = like.new_empty(size)
         buffer = self._buffers[self._next]
         self._next += 1
-        return buffer[:size].view(shape)
+        return buffer[:size].view(*shape[:-1], width)[..., : shape[-1]]
 
-    def _target(self, x: Tensor, *others: Tensor) -> Tensor | None:
+    def _target(self, x: Tensor, *others: Tensor, fresh: bool = False) -> Tensor | None:
         """Where the result goes: over `x` if it is one of our buffers and large enough."""
         if not self._reuse:
             return None
-        shape = torch.broadcast_shapes(x.shape, *(y.shape for y in others))
-        ours = any(x.data_ptr() == b.data_ptr() for b in self._buffers)
-        return x if ours and x.shape == shape else self._take(shape, x)
+        shape = x.shape
+        for y in others:
+            if any(mine < other for mine, other in zip(shape[::-1], y.shape[::-1], strict=False)):
+                shape = torch.broadcast_shapes(shape, y.shape)
+        return x if not fresh and x.shape == shape and self._owns(x) else self._take(shape, x)
+
+    def _owns(self, x: Tensor) -> bool:
+        return any(x.data_ptr() == buffer.data_ptr() for buffer in self._buffers)
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        """x @ y, always into a new array."""
+        """x @ y of equal batches, always into a new array."""
         if not self._reuse:
             return x @ y
-        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        out = self._take(torch.Size((*batch, x.shape[-2], y.shape[-1])), x)
+        out = self._take(torch.Size((*x.shape[:-1], y.shape[-1])), x)
         return torch.matmul(x, y, out=out)
+
+    def add_matmul(self, x: Tensor | None, y: Tensor, z: Tensor) -> Tensor:
+        """x + y @ z, or y @ z where there is no x yet."""
+        if x is None:
+            return self.matmul(y, z)
+        if not self._reuse or not self._owns(x):
+            return x + y @ z
+        batch = math.prod(x.shape[:-2])
+        flat = (t.reshape(batch, *t.shape[-2:]) for t in (y, z))
+        x.view(batch, *x.shape[-2:]).baddbmm_(*flat)
+        return x
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, y, out=self._target(x, y))
@@ -90,19 +109,15 @@ class Workspace:
     def sub(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.sub(x, y, out=self._target(x, y))
 
-    def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.mul(x, y, out=self._target(x, y))
+    def mul(self, x: Tensor, y: Tensor, *, fresh: bool = False) -> Tensor:
+        return torch.mul(x, y, out=self._target(x, y, fresh=fresh))
 
     def addcmul(self, x: Tensor, y: Tensor, z: Tensor, *, value: float = 1.0) -> Tensor:
         """x + value * y * z."""
         return torch.addcmul(x, y, z, value=value, out=self._target(x, y, z))
 
-    def exp2(self, x: Tensor) -> Tensor:
-        return torch.exp2(x, out=self._target(x))
-
-    def copy(self, x: Tensor) -> Tensor:
-        """`x` in an array of its own, so that the original can still be used."""
-        return self._take(x.shape, x).copy_(x) if self._reuse else x
+    def exp2(self, x: Tensor, *, fresh: bool = False) -> Tensor:
+        return torch.exp2(x, out=self._target(x, fresh=fresh))
 
     def clamp_min(self, x: Tensor, floor: float) -> Tensor:
         return torch.clamp(x, min=floor, out=self._target(x))
