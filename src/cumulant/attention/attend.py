@@ -124,16 +124,16 @@ class _Fields:
 
     @cached_property
     def _score_mean(self) -> Tensor:
-        band = self._call.options.band
-        return expectation(formulas.score_mean, "score_mean", self._with_normalizer, band)
+        options = self._call.options
+        return expectation(formulas.score_mean, "score_mean", self._with_normalizer, options)
 
     def score_mean(self) -> Tensor:
         return self._score_mean
 
     def score_variance(self) -> Tensor:
         arguments = {**self._with_normalizer, "score_mean": self._score_mean}
-        band = self._call.options.band
-        return expectation(formulas.score_variance, "score_variance", arguments, band)
+        options = self._call.options
+        return expectation(formulas.score_variance, "score_variance", arguments, options)
 
     def value_variance(self) -> Tensor:
         # E[v^2] - E[v]^2 cancels where a row is peaked: shift the values, use double precision.

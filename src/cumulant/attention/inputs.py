@@ -25,8 +25,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class Call:
     """A checked call: named kernel arguments of equal rank, options, and the way back.
 
-    The scale rides on the queries, grouped heads are an extra batch dimension, half precision has
-    become float32. `finish` undoes the last two for a row quantity.
+    A tensor scale has been multiplied into the queries, grouped heads are an extra batch dimension,
+    half precision has become float32; `finish` undoes the grouping of a row quantity.
     """
 
     arguments: dict[str, Tensor]
@@ -107,7 +107,14 @@ def prepare(
     output = autocast or query.dtype
     compute = torch.float32 if output in _HALF else output
     tensors = {n: x.to(compute) for n, x in tensors.items()}
-    tensors["query"] = tensors["query"] * _factor(scale, query, compute, fail)
+    if isinstance(scale, Tensor):
+        _check_scale(scale, query, fail)
+        tensors["query"] = tensors["query"] * scale.to(compute)
+        scale = 1.0
+    elif scale is None:
+        scale = 1 / math.sqrt(query.shape[-1] or 1)
+    elif not math.isfinite(scale):
+        raise fail(f"scale must be finite, not {scale}.")
     rank = max(x.ndim for x in tensors.values())
     tensors = {n: x[(None,) * (rank - x.ndim)] for n, x in tensors.items()}
     try:
@@ -152,7 +159,7 @@ def prepare(
     def finish(x: Tensor) -> Tensor:
         return x if groups is None else x.flatten(-4, -3)
 
-    return Call(arguments, Options(band, dropout_p), finish, output)
+    return Call(arguments, Options(float(scale), band, dropout_p), finish, output)
 
 
 def _autocast_dtype(query: Tensor) -> torch.dtype | None:
@@ -220,27 +227,15 @@ def _band(
     return Band(lower, upper), attn_mask
 
 
-def _factor(
-    scale: float | Tensor | None,
-    query: Tensor,
-    compute: torch.dtype,
-    fail: Callable[[str], InputError],
-) -> float | Tensor:
-    if scale is None:
-        return 1 / math.sqrt(query.shape[-1] or 1)
-    if isinstance(scale, Tensor):
-        try:
-            fits = torch.broadcast_shapes(scale.shape, query.shape) == query.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
-            raise fail(
-                f"A tensor scale must broadcast to the query; it has shape {tuple(scale.shape)}."
-            )
-        return scale.to(compute)
-    if not math.isfinite(scale):
-        raise fail(f"scale must be finite, not {scale}.")
-    return scale
+def _check_scale(scale: Tensor, query: Tensor, fail: Callable[[str], InputError]) -> None:
+    try:
+        fits = torch.broadcast_shapes(scale.shape, query.shape) == query.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise fail(
+            f"A tensor scale must broadcast to the query; it has shape {tuple(scale.shape)}."
+        )
 
 
 def _without_removed(arguments: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cumulant.kernels import formulas, fused
 from cumulant.kernels.eager import eager
-from cumulant.kernels.formulas import INDEX
+from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.merge import mix, mix_entropy, shares
 from cumulant.kernels.tiles import (
     Arguments,
@@ -40,8 +40,9 @@ _FORWARD_ORDER = ("mean", "log_normalizer", "entropy")
 
 @dataclass(frozen=True)
 class Options:
-    """What is fixed about a call: which pairs may meet, dropout, and whether entropy is wanted."""
+    """What is fixed about a call: scale, which pairs may meet, dropout, entropy or not."""
 
+    scale: float = 1.0
     band: Band = Band()
     dropout: float = 0.0
     entropy: bool = False
@@ -81,12 +82,12 @@ def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> list[Te
     return out
 
 
-def _scores_are_small(arguments: Named) -> bool:
+def _scores_are_small(options: Options, arguments: Named) -> bool:
     """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
     if "bias" in arguments:
         return False
     longest = (torch.linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
-    return math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
+    return abs(options.scale) * math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
 
 
 def _stream(options: Options, arguments: Named) -> list[Tensor]:
@@ -100,7 +101,7 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
     results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
     if 0 in (*batch, m, n):
         return results
-    shift = not _scores_are_small(arguments)
+    shift = not _scores_are_small(options, arguments)
     with Workspace.lease(query) as work:
         for slices, rows, columns in iterate(batch, (m, n), 2**20):
             total: list[Tensor] | None = None
@@ -110,6 +111,7 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
                 tile = Tile(slices, rows, piece, options.band, work)
                 work.begin()
                 cut = {name: tile.cut(INDEX[name], x) for name, x in arguments.items()}
+                cut["query"] = cut["query"] * options.scale
                 part = _on_tile(tile, cut, options, shift)
                 total = part if total is None else _merge(total, part)
             if total is not None:
@@ -140,9 +142,10 @@ def _guarded(arguments: Named) -> Arguments:
 
 
 def _forward(options: Options, arguments: Named) -> list[Tensor]:
-    done = None if options.entropy else fused.forward(arguments, options.band)
+    done = None if options.entropy else fused.forward(arguments, options.scale, options.band)
     out = _stream(options, arguments) if done is None else list(done)
-    if math.isnan(out[0].sum()):
+    removes = "mask" in arguments or "bias" in arguments or not options.band.open
+    if removes and math.isnan(out[0].sum()):
         # A removed key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
         out = _stream(options, _guarded(arguments))
     return out
@@ -157,7 +160,7 @@ def _pushforward(options: Options, arguments: Named, tangents: Named) -> list[Te
     names = _FORWARD_ORDER[: 3 if options.entropy else 2]
     moving = names if tangents.keys() - {"value"} else ("mean",)
     program = Program(
-        function=partial(formulas.pushforward, rate=options.dropout),
+        function=with_scale(partial(formulas.pushforward, rate=options.dropout), options.scale),
         indices={**INDEX, **{"tangent " + n: INDEX[n] for n in tangents}},
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
@@ -167,7 +170,7 @@ def _pushforward(options: Options, arguments: Named, tangents: Named) -> list[Te
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
 
 
-def _fused_backward(program: Program, arguments: Named) -> Arguments | None:
+def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Arguments | None:
     """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
     others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
     if (
@@ -178,7 +181,7 @@ def _fused_backward(program: Program, arguments: Named) -> Arguments | None:
         return None
     if any(arguments[r.name].shape != r.shape for r in program.results):
         return None  # a batch of cotangents for shared arguments
-    return fused.backward(arguments, program.band)
+    return fused.backward(arguments, scale, program.band)
 
 
 def _double_backward(
@@ -200,7 +203,9 @@ def _double_backward(
         names = [n for n in names if n not in ("cotangent log_normalizer", "value")]
     wanted = tuple(names)
     second = Program(
-        function=partial(formulas.double_pullback, rate=options.dropout, wanted=wanted),
+        function=with_scale(
+            partial(formulas.double_pullback, rate=options.dropout, wanted=wanted), options.scale
+        ),
         indices={**program.indices, **{"second " + n: INDEX[n] for n in cotangents}},
         results=tuple(Result(n, program.indices[n], tuple(arguments[n].shape)) for n in wanted),
         grid=program.grid,
@@ -219,12 +224,14 @@ def _pullback(
     if not wanted:
         return {}
     program = Program(
-        function=partial(formulas.pullback, rate=options.dropout, wanted=wanted),
+        function=with_scale(
+            partial(formulas.pullback, rate=options.dropout, wanted=wanted), options.scale
+        ),
         indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},
         results=tuple(Result(n, INDEX[n], tuple(arguments[n].shape)) for n in wanted),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
-        run=_fused_backward,
+        run=partial(_fused_backward, scale=options.scale),
         pull=partial(_double_backward, options=options),
     )
     return tile_sum(program, {**arguments, **{"cotangent " + n: c for n, c in cotangents.items()}})
@@ -283,7 +290,7 @@ class _Attention(torch.autograd.Function):
 
 @eager
 def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> Moments:
-    """E[v], G and entropy under p(j|i) = exp(<q_i, k_j> + bias_ij - G_i).
+    """E[v], G and entropy under p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i).
 
     Arguments are named tensors of equal rank with broadcastable batches: ``query``, ``key``,
     ``value``, and optionally ``bias`` (additive, differentiable), ``mask`` (boolean, True = may
@@ -295,16 +302,16 @@ def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> 
 
 @eager
 def expectation(
-    function: TileFunction, name: str, arguments: Mapping[str, Tensor], band: Band
+    function: TileFunction, name: str, arguments: Mapping[str, Tensor], options: Options
 ) -> Tensor:
     """A further scalar per query, given G: one of ``formulas``' functions summed over tiles."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
     program = Program(
-        function=function,
+        function=with_scale(function, options.scale),
         indices=INDEX,
         results=(Result(name, "i", (*batch, m, 1)),),
         grid=(m, n),
-        band=band,
+        band=options.band,
     )
     return tile_sum(program, arguments)[name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cumulant.kernels.dropout import kept
-from cumulant.kernels.tiles import Arguments, Tile
+from cumulant.kernels.tiles import Arguments, Tile, TileFunction
 
 LOG2_E = 1 / math.log(2)
 
@@ -35,6 +35,26 @@ INDEX = {
     "score_mean": "i",
     "broken": "j",
 }
+
+
+def with_scale(function: TileFunction, scale: float) -> TileFunction:
+    """`function` of eta = scale * q instead of q.
+
+    Everything depends on the queries through eta alone: tangents and second cotangents are scaled
+    on the way in, gradients on the way out.
+    """
+    if scale == 1.0:
+        return function
+
+    def scaled(tile: Tile, a: Arguments) -> Arguments:
+        tilted = {name: x * scale if name in _QUERIES else x for name, x in a.items()}
+        out = function(tile, tilted)
+        return {name: x * scale if name in _QUERIES else x for name, x in out.items()}
+
+    return scaled
+
+
+_QUERIES = ("query", "tangent query", "second query")
 
 
 def scores(tile: Tile, a: Arguments) -> Tensor:

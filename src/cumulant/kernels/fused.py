@@ -77,7 +77,7 @@ def _additive(arguments: Named) -> Tensor:
     return bias if mask is None else torch.where(mask, bias, -math.inf)
 
 
-def forward(arguments: Named, band: Band) -> tuple[Tensor, Tensor] | None:
+def forward(arguments: Named, scale: float, band: Band) -> tuple[Tensor, Tensor] | None:
     """(mean, G) by torch's fused operator."""
     plan = _plan(arguments, band)
     if plan is None:
@@ -89,7 +89,7 @@ def forward(arguments: Named, band: Band) -> tuple[Tensor, Tensor] | None:
         0.0,
         not band.open,
         attn_mask=plan.bias,
-        scale=1.0,
+        scale=scale,
     )
     if plan.bias is not None:
         # The operator reports G = 0 for a row without keys; a true 0 is kept.
@@ -106,7 +106,7 @@ def _own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
-def backward(arguments: Named, band: Band) -> Arguments | None:
+def backward(arguments: Named, scale: float, band: Band) -> Arguments | None:
     """Gradients of the mean alone, by torch's fused operator."""
     plan = _plan(arguments, band)
     if plan is None:
@@ -123,7 +123,7 @@ def backward(arguments: Named, band: Band) -> Arguments | None:
         0.0,
         not band.open,
         attn_mask=plan.bias,
-        scale=1.0,
+        scale=scale,
     )
     names = ("query", "key", "value")
     return {n: g.reshape(arguments[n].shape) for n, g in zip(names, grads, strict=True)}

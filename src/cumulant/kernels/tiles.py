@@ -144,7 +144,7 @@ class Program:
 
 
 # Longest side of a tile in keys, where there are queries enough to fill it.
-SIDE = 2048
+SIDE = 1024
 
 
 def _pieces(size: int, length: int) -> list[range]:

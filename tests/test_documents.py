@@ -1,0 +1,41 @@
+"""Every Python block of the README and every example runs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_readme_snippets_run_in_order():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        assert len([x for x in block.splitlines() if x.strip()]) < 8
+        exec(compile(block, "README.md", "exec"), names)
+    tangent, second = names["tangent"], names["second"]
+    assert isinstance(tangent, torch.Tensor)
+    assert tangent.isfinite().all()
+    assert isinstance(second, torch.Tensor)
+    assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(path, capsys):
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) >= 3
+    assert "nan" not in printed
+
+
+def test_links_point_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
