@@ -56,8 +56,17 @@ class Moments(NamedTuple):
     entropy: Tensor | None
 
 
-def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> list[Tensor]:
-    """(mean, G, entropy) of the tile's keys alone; `shift` subtracts each row's maximum first."""
+class _Sums(NamedTuple):
+    """Unnormalized sums over some keys, relative to 2^peak."""
+
+    peak: Tensor
+    mass: Tensor  # sum of p
+    weighted: Tensor  # sum of p v
+    heat: Tensor | None  # sum of p log2 p, where the entropy is wanted
+
+
+def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> _Sums:
+    """The sums of one tile; `shift` takes each row's maximum as its peak."""
     work = tile.work
     s_mn = formulas.scores(tile, a)
     peak = s_mn.new_zeros(1)
@@ -66,19 +75,32 @@ def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> list[Te
         peak.masked_fill_(peak == -math.inf, 0.0)
         s_mn = work.sub(s_mn, peak)
     p_mn = work.exp2(s_mn, fresh=options.entropy)
-    total = formulas.row_sum(p_mn)
-    mass = total.masked_fill(total == 0, 1.0)
-    log_mass = mass.log2()
-    mean = formulas.dropped(tile, a, options.dropout, p_mn) @ a["value"]
+    weighted = formulas.dropped(tile, a, options.dropout, p_mn) @ a["value"]
     if "broken" in a:  # values that are not finite reach the rows that give them weight
-        mean.masked_fill_((p_mn > 0).to(mean.dtype) @ a["broken"] > 0, math.nan)
-    out = [
-        mean.div_(mass),
-        ((peak + log_mass) / formulas.LOG2_E).masked_fill_(total == 0, -math.inf),
-    ]
+        weighted.masked_fill_((p_mn > 0).to(weighted.dtype) @ a["broken"] > 0, math.nan)
+    mass, heat = formulas.row_sum(p_mn), None
     if options.entropy:
         heat = formulas.row_sum(work.mul(formulas.bounded(tile, a, s_mn), p_mn))
-        out.append((log_mass - heat / mass) / formulas.LOG2_E)
+    return _Sums(peak, mass, weighted, heat)
+
+
+def _add(first: _Sums, second: _Sums) -> _Sums:
+    """Sums relative to the same peak simply add."""
+    heat = None
+    if first.heat is not None and second.heat is not None:
+        heat = first.heat.add_(second.heat)
+    mass, weighted = first.mass.add_(second.mass), first.weighted.add_(second.weighted)
+    return _Sums(first.peak, mass, weighted, heat)
+
+
+def _normalize(sums: _Sums) -> list[Tensor]:
+    """(mean, G, entropy) from the sums."""
+    mass = sums.mass.masked_fill(sums.mass == 0, 1.0)
+    log_mass = mass.log2()
+    normalizer = (sums.peak + log_mass) / formulas.LOG2_E
+    out = [sums.weighted.div_(mass), normalizer.masked_fill_(sums.mass == 0, -math.inf)]
+    if sums.heat is not None:
+        out.append((log_mass - sums.heat / mass) / formulas.LOG2_E)
     return out
 
 
@@ -104,7 +126,8 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
     shift = not _scores_are_small(options, arguments)
     with Workspace.lease(query) as work:
         for slices, rows, columns in iterate(batch, (m, n), 2**20):
-            total: list[Tensor] | None = None
+            pending: _Sums | None = None
+            done: list[Tensor] | None = None
             for piece in columns:
                 if options.band.excludes(rows, piece):
                     continue
@@ -112,10 +135,16 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
                 work.begin()
                 cut = {name: tile.cut(INDEX[name], x) for name, x in arguments.items()}
                 cut["query"] = cut["query"] * options.scale
-                part = _on_tile(tile, cut, options, shift)
-                total = part if total is None else _merge(total, part)
-            if total is not None:
-                for result, x in zip(results, total, strict=True):
+                sums = _on_tile(tile, cut, options, shift)
+                if shift:
+                    part = _normalize(sums)
+                    done = part if done is None else _merge(done, part)
+                else:
+                    pending = sums if pending is None else _add(pending, sums)
+            if pending is not None:
+                done = _normalize(pending)
+            if done is not None:
+                for result, x in zip(results, done, strict=True):
                     result[(*slices, slice(rows.start, rows.stop))] = x
     return results
 

@@ -165,8 +165,8 @@ def iterate(
     m, n = grid
     columns = [range(n)] if whole_rows else _pieces(n, max(SIDE, area // max(1, m)))
     height = max(1, area // max(1, len(columns[0])))
-    if whole_rows:  # fewer than 128 rows starve the matrix products; four areas are the limit
-        height = max(height, min(128, 4 * area // max(1, n)))
+    if whole_rows:  # fewer than 192 rows starve the matrix products; four areas are the limit
+        height = max(height, min(192, 4 * area // max(1, n)))
     rows = _pieces(m, height)
     room = max(1, area // max(1, len(rows[0]) * len(columns[0])))
     cuts: list[list[range]] = []
