@@ -7,7 +7,7 @@ of ``tiles.py``, which given G does everything else. The derivative of the first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -214,7 +214,12 @@ def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Argu
 
 
 def _double_backward(
-    program: Program, arguments: Named, cotangents: Named, *, options: Options
+    program: Program,
+    arguments: Named,
+    cotangents: Named,
+    needed: Sequence[str],
+    *,
+    options: Options,
 ) -> Arguments | None:
     """The total derivative of the first gradient in one pass over whole rows.
 
@@ -223,14 +228,14 @@ def _double_backward(
     """
     if "cotangent entropy" in arguments:
         return None
-    names = [n for n in ("query", "key", "value", "bias") if n in arguments]
-    names += [n for n in ("cotangent mean", "cotangent log_normalizer") if n in arguments]
-    tilted = bool(cotangents.keys() - {"value"})
+    zero = {"mean", "log_normalizer"}
     if "cotangent mean" not in arguments:
-        names = [n for n in names if n != "value"]
-    if not tilted:
-        names = [n for n in names if n not in ("cotangent log_normalizer", "value")]
-    wanted = tuple(names)
+        zero |= {"value"}
+    if not cotangents.keys() - {"value"}:
+        zero |= {"value", "cotangent log_normalizer"}
+    wanted = tuple(n for n in needed if n not in zero)
+    if not wanted:
+        return {}
     second = Program(
         function=with_scale(
             partial(formulas.double_pullback, rate=options.dropout, wanted=wanted), options.scale

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from cumulant.kernels.dropout import kept
@@ -105,14 +104,9 @@ def row_sum(x_mn: Tensor) -> Tensor:
 def score_tangent(tile: Tile, a: Arguments, prefix: str) -> Tensor | None:
     """t_ij = <dq_i, k_j> + <q_i, dk_j> + dbias_ij, from whichever are present."""
     query, key, bias = (a.get(prefix + n) for n in ("query", "key", "bias"))
-    t_mn: Tensor | None = None
-    if query is not None and key is not None:  # one matrix product is faster than two
-        both = torch.cat([query, a["query"]], -1), torch.cat([a["key"], key], -1)
-        t_mn = tile.work.matmul(both[0], both[1].mT)
-    elif query is not None:
-        t_mn = tile.work.matmul(query, a["key"].mT)
-    elif key is not None:
-        t_mn = tile.work.matmul(a["query"], key.mT)
+    t_mn = None if query is None else tile.work.matmul(query, a["key"].mT)
+    if key is not None:
+        t_mn = tile.work.add_matmul(t_mn, a["query"], key.mT)
     if bias is None:
         return t_mn
     return bias if t_mn is None else tile.work.add(t_mn, bias)
@@ -195,7 +189,7 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
     out: Arguments = {}
     e_mn = w_mn = None
     t_mn = score_tangent(tile, a, "second ")
-    if a_v is not None and g is not None:
+    if a_v is not None and g is not None and "cotangent mean" in wanted:
         out["cotangent mean"] = work.matmul(dropped(tile, a, rate, p_mn), a_v)
     if t_mn is not None:
         pt_mn = work.mul(t_mn, p_mn, fresh=True)
@@ -205,8 +199,11 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
         w_mn = g_G
         if g is not None:
             pt_mn = dropped(tile, a, rate, work.addcmul(pt_mn, p_mn, t_bar, value=-1))
-            out["value"] = work.matmul(pt_mn.mT, g)
-            out["cotangent mean"] = work.add_matmul(out.get("cotangent mean"), pt_mn, a["value"])
+            if "value" in wanted:
+                out["value"] = work.matmul(pt_mn.mT, g)
+            if "cotangent mean" in wanted:
+                moved = out.get("cotangent mean")
+                out["cotangent mean"] = work.add_matmul(moved, pt_mn, a["value"])
             c = -row_sum(g * a["mean"])
             w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
             w_mn = work.add(w_mn, c if g_G is None else c + g_G)
@@ -221,15 +218,17 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
     if e_mn is not None:
         x_mn = work.mul(e_mn, p_mn)
         x_mn = work.addcmul(x_mn, p_mn, row_sum(x_mn), value=-1)
-        out["query"] = work.matmul(x_mn, a["key"])
-        out["key"] = work.matmul(x_mn.mT, a["query"])
         if "bias" in wanted:
             out["bias"] = x_mn
-        if w_mn is not None and (a_k is not None or a_q is not None):
+        if "query" in wanted:
+            out["query"] = work.matmul(x_mn, a["key"])
+        if "key" in wanted:
+            out["key"] = work.matmul(x_mn.mT, a["query"])
+        if w_mn is not None:
             ds_mn = work.mul(p_mn, w_mn)
-            if a_k is not None:
+            if a_k is not None and "query" in wanted:
                 out["query"] = work.add_matmul(out["query"], ds_mn, a_k)
-            if a_q is not None:
+            if a_q is not None and "key" in wanted:
                 out["key"] = work.add_matmul(out["key"], ds_mn.mT, a_q)
     return out
 

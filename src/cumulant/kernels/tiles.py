@@ -140,7 +140,7 @@ class Program:
     area: int = 2**20
     whole_rows: bool = False
     run: Callable[[Program, Named], Arguments | None] | None = None
-    pull: Callable[[Program, Named, Named], Arguments | None] | None = None
+    pull: Callable[[Program, Named, Named, Sequence[str]], Arguments | None] | None = None
 
 
 # Longest side of a tile in keys, where there are queries enough to fill it.
@@ -165,8 +165,8 @@ def iterate(
     m, n = grid
     columns = [range(n)] if whole_rows else _pieces(n, max(SIDE, area // max(1, m)))
     height = max(1, area // max(1, len(columns[0])))
-    if whole_rows:  # fewer than 192 rows starve the matrix products; four areas are the limit
-        height = max(height, min(192, 4 * area // max(1, n)))
+    if whole_rows:  # fewer rows starve the matrix products; four areas are the limit
+        height = max(height, min(160, 4 * area // max(1, n)))
     rows = _pieces(m, height)
     room = max(1, area // max(1, len(rows[0]) * len(columns[0])))
     cuts: list[list[range]] = []
@@ -321,7 +321,7 @@ class _TileSum(torch.autograd.Function):
         ]
         if not cotangents or not wanted:
             return (None,) * (2 + len(ctx.names))
-        out = program.pull(program, arguments, cotangents) if program.pull else None
+        out = program.pull(program, arguments, cotangents, wanted) if program.pull else None
         if out is None:
             out = _pullback(program, arguments, cotangents, wanted)
         return None, None, *(out.get(name) for name in ctx.names)
