@@ -7,7 +7,7 @@ of ``tiles.py``, which given G does everything else. The derivative of the first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,6 +194,7 @@ def _pushforward(options: Options, arguments: Named, tangents: Named) -> list[Te
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
+        pull=partial(_reverse_over_forward, options=options),
     )
     out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
@@ -213,40 +214,102 @@ def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Argu
     return fused.backward(arguments, scale, program.band)
 
 
-def _double_backward(
-    program: Program,
+def _curvature(
+    options: Options,
     arguments: Named,
     cotangents: Named,
-    needed: Sequence[str],
+    directions: Named,
+    results: tuple[Result, ...],
     *,
-    options: Options,
-) -> Arguments | None:
-    """The total derivative of the first gradient in one pass over whole rows.
+    moved: Named | None = None,
+) -> Arguments:
+    """The gradient of <cotangents, J directions> in one pass over whole rows, plus J' moved.
 
-    It accounts for the dependence of G and the mean on the queries, keys and values, so these two
-    arguments get no gradient of their own.
+    J is the Jacobian of (mean, G). Every second derivative of attention is this one program:
+    reverse over reverse by definition, reverse over forward because <g, J t> is its value, forward
+    over reverse because the Hessian of <g, f> is symmetric. It is a total derivative: that G and
+    the mean depend on queries, keys and values is in it, so those two get no gradient.
     """
-    if "cotangent entropy" in arguments:
-        return None
-    zero = {"mean", "log_normalizer"}
-    if "cotangent mean" not in arguments:
-        zero |= {"value"}
-    if not cotangents.keys() - {"value"}:
-        zero |= {"value", "cotangent log_normalizer"}
-    wanted = tuple(n for n in needed if n not in zero)
-    if not wanted:
-        return {}
-    second = Program(
-        function=with_scale(
-            partial(formulas.double_pullback, rate=options.dropout, wanted=wanted), options.scale
-        ),
-        indices={**program.indices, **{"second " + n: INDEX[n] for n in cotangents}},
-        results=tuple(Result(n, program.indices[n], tuple(arguments[n].shape)) for n in wanted),
-        grid=program.grid,
-        band=program.band,
+    given = {n: x for n, x in arguments.items() if n in INDEX and n != "entropy"}
+    indices = dict(INDEX)
+    for prefix, named in (
+        ("cotangent", cotangents),
+        ("second", directions),
+        ("moved", moved or {}),
+    ):
+        for name, x in named.items():
+            given[f"{prefix} {name}"] = x
+            indices[f"{prefix} {name}"] = INDEX[name]
+    wanted = tuple(r.name for r in results)
+    function = partial(formulas.curvature, rate=options.dropout, wanted=wanted)
+    program = Program(
+        function=with_scale(function, options.scale),
+        indices=indices,
+        results=results,
+        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        band=options.band,
         whole_rows=True,
     )
-    return tile_sum(second, {**arguments, **{"second " + n: c for n, c in cotangents.items()}})
+    return tile_sum(program, given)
+
+
+_PRIMAL = ("query", "key", "value", "bias")
+_COTANGENTS = ("cotangent mean", "cotangent log_normalizer")
+
+
+def _results(arguments: Named, names: Iterable[str]) -> tuple[Result, ...]:
+    index = {**INDEX, **dict.fromkeys(_COTANGENTS, "i")}
+    return tuple(Result(n, index[n], tuple(arguments[n].shape)) for n in names)
+
+
+def _bare(names: Iterable[str], arguments: Named, prefix: str) -> Arguments:
+    """The arguments called "prefix name", by their bare names."""
+    return {n: arguments[f"{prefix} {n}"] for n in names if f"{prefix} {n}" in arguments}
+
+
+def _reverse_over_reverse(
+    _: Program, arguments: Named, cotangents: Named, needed: Sequence[str], *, options: Options
+) -> Arguments | None:
+    """The vector-Jacobian product of the first gradient."""
+    if "cotangent entropy" in arguments:
+        return None
+    results = _results(arguments, [n for n in needed if n in (*_PRIMAL, *_COTANGENTS)])
+    if not results:
+        return {}
+    seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
+    return _curvature(options, arguments, seeds, cotangents, results)
+
+
+def _forward_over_reverse(
+    program: Program, arguments: Named, tangents: Named, *, options: Options
+) -> Arguments | None:
+    """The Jacobian-vector product of the first gradient."""
+    if "cotangent entropy" in arguments:
+        return None
+    seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
+    directions = {n: tangents[n] for n in _PRIMAL if n in tangents}
+    moved = _bare(_FORWARD_ORDER, tangents, "cotangent")
+    return _curvature(options, arguments, seeds, directions, program.results, moved=moved)
+
+
+def _reverse_over_forward(
+    _: Program, arguments: Named, cotangents: Named, needed: Sequence[str], *, options: Options
+) -> Arguments | None:
+    """The vector-Jacobian product of the first tangent."""
+    if "entropy" in cotangents:
+        return None
+    out: Arguments = {}
+    primal = [n for n in needed if n in _PRIMAL]
+    if primal:
+        directions = _bare(_PRIMAL, arguments, "tangent")
+        results = _results(arguments, primal)
+        out.update(_curvature(options, arguments, cotangents, directions, results))
+    moving = tuple(n for n in _PRIMAL if f"tangent {n}" in needed)
+    if moving:  # the tangent is linear in its direction
+        given = {n: x for n, x in arguments.items() if n in INDEX}
+        pulled = _pullback(options, given, cotangents, moving)
+        out.update({f"tangent {n}": x for n, x in pulled.items()})
+    return out
 
 
 def _pullback(
@@ -257,16 +320,16 @@ def _pullback(
         wanted = tuple(n for n in wanted if n != "value")
     if not wanted:
         return {}
+    function = partial(formulas.pullback, rate=options.dropout, wanted=wanted)
     program = Program(
-        function=with_scale(
-            partial(formulas.pullback, rate=options.dropout, wanted=wanted), options.scale
-        ),
+        function=with_scale(function, options.scale),
         indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},
-        results=tuple(Result(n, INDEX[n], tuple(arguments[n].shape)) for n in wanted),
+        results=_results(arguments, wanted),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
         run=partial(_fused_backward, scale=options.scale),
-        pull=partial(_double_backward, options=options),
+        pull=partial(_reverse_over_reverse, options=options),
+        push=partial(_forward_over_reverse, options=options),
     )
     return tile_sum(program, {**arguments, **{"cotangent " + n: c for n, c in cotangents.items()}})
 

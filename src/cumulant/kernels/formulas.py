@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from cumulant.kernels.dropout import kept
@@ -231,6 +232,19 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
             if a_q is not None and "key" in wanted:
                 out["key"] = work.add_matmul(out["key"], ds_mn.mT, a_q)
     return out
+
+
+def curvature(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) -> Arguments:
+    """`double_pullback`, plus `pullback` of cotangents that move as well; absent parts are zero."""
+    out: Arguments = {}
+    if any(name.startswith("second ") for name in a):
+        out = double_pullback(tile, a, rate=rate, wanted=wanted)
+    moved = {n.replace("moved", "cotangent", 1): x for n, x in a.items() if n.startswith("moved ")}
+    if moved:
+        fixed = {name: x for name, x in a.items() if not name.startswith("cotangent ")}
+        for name, x in pullback(tile, {**fixed, **moved}, rate=rate, wanted=wanted).items():
+            out[name] = tile.work.add(x, out[name]) if name in out else x
+    return {name: out[name] if name in out else torch.zeros_like(a[name]) for name in wanted}
 
 
 def score_mean(tile: Tile, a: Arguments) -> Arguments:

@@ -127,9 +127,9 @@ class Program:
 
     `function` maps the tile's arguments to contributions, already summed over the tile's own
     queries (index "j"), keys ("i") or neither ("ij"); it must be written in operations that
-    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `run` and `pull`
-    are optional shortcuts for the value and for the vector-Jacobian product; they return ``None``
-    when they do not apply.
+    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `run`, `pull` and
+    `push` are optional shortcuts for the value and for the vector-Jacobian and Jacobian-vector
+    products; they return ``None`` when they do not apply.
     """
 
     function: TileFunction
@@ -141,6 +141,7 @@ class Program:
     whole_rows: bool = False
     run: Callable[[Program, Named], Arguments | None] | None = None
     pull: Callable[[Program, Named, Named, Sequence[str]], Arguments | None] | None = None
+    push: Callable[[Program, Named, Named], Arguments | None] | None = None
 
 
 # Longest side of a tile in keys, where there are queries enough to fill it.
@@ -249,6 +250,7 @@ def _pullback(
         area=min(program.area, 2**18),
         run=None,
         pull=None,
+        push=None,
     )
     return tile_sum(pulled, {**arguments, **{names[n]: c for n, c in cotangents.items()}})
 
@@ -283,6 +285,7 @@ def _pushforward(program: Program, arguments: Named, tangents: Named) -> Argumen
         area=min(program.area, 2**18),
         run=None,
         pull=None,
+        push=None,
     )
     return tile_sum(pushed, {**arguments, **{names[n]: t for n, t in tangents.items()}})
 
@@ -331,7 +334,9 @@ class _TileSum(torch.autograd.Function):
         program: Program = ctx.program
         arguments = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
-        out = _pushforward(program, arguments, tangents)
+        out = program.push(program, arguments, tangents) if program.push else None
+        if out is None:
+            out = _pushforward(program, arguments, tangents)
         return tuple(out[r.name] for r in program.results)
 
     @staticmethod
