@@ -1,4 +1,4 @@
-"""One MeanFlow training step (Geng et al., 2025) through an ordinary transformer layer.
+"""MeanFlow training steps (Geng et al., 2025) through an ordinary transformer layer.
 
 The loss contains a Jacobian-vector product of the network, and is then backpropagated. With
 torch's fused attention this fails; `cm.sdpa_replaced()` is the one line that makes it work.
@@ -28,7 +28,8 @@ def main() -> None:
     field = Field()
     optimizer = torch.optim.Adam(field.parameters(), 1e-3)
     data = torch.randn(16, 10, 32)
-    for step in range(20):
+    recent: list[float] = []
+    for step in range(200):
         noise, t = torch.randn_like(data), torch.rand(16, 1, 1)
         z, velocity = (1 - t) * data + t * noise, noise - data
         with cm.sdpa_replaced():
@@ -37,8 +38,10 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
-        if step % 5 == 4:
-            print(f"step {step + 1:2d}   loss {loss.item():.4f}")
+        recent.append(loss.item())
+        if len(recent) == 50:
+            print(f"steps {step - 48:3d} to {step + 1:3d}   mean loss {sum(recent) / 50:.4f}")
+            recent.clear()
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ def run(*arguments, **options):
 def test_help_and_version():
     assert "bench" in run("--help").stdout
     assert run("--version").stdout.strip() == f"cumulant {cm.__version__}"
-    bare = run()
-    assert bare.returncode == 0
-    assert "Usage" in bare.stdout
+    for bare in (run(), run("bench")):
+        assert bare.returncode == 0
+        assert "Usage" in bare.stdout
 
 
 def test_bench_as_json_and_as_a_page(tmp_path):
@@ -43,6 +43,7 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
     for arguments in (
         ["bench", "calculus", "--rounds", "0"],
         ["bench", "calculus", "-o", str(tmp_path / "missing" / "page.md")],
+        ["bench", "calculus", "-o", str(tmp_path)],
     ):
         out = run(*arguments)
         assert out.returncode == 2

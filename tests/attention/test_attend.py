@@ -109,18 +109,32 @@ class TestNotANumber:
         torch.testing.assert_close(a.log_normalizer[..., :3], clean.log_normalizer[..., :3])
         assert not a.mean[..., 3, :].isfinite().all()
 
-    def test_garbage_in_padding_does_not_reach_gradients(self):
-        q, k, v = normal(2, 3, 4), normal(2, 5, 4), normal(2, 5, 4)
-        k[:, 4], v[:, 4] = math.nan, math.nan
-        mask = torch.tensor([True, True, True, True, False])[None]
+    @pytest.mark.parametrize("garbage", [math.nan, math.inf])
+    @pytest.mark.parametrize("how", ["shared", "full", "additive", "causal", "window"])
+    @pytest.mark.parametrize("names", [FIELDS, tuple(reversed(FIELDS))], ids=["there", "back"])
+    def test_garbage_in_padding_reaches_no_field_and_no_gradient(self, garbage, how, names):
+        """Keys hidden from all queries: everything equals the call without them."""
+        q, k, v = normal(2, 4, 4), normal(2, 5, 4), normal(2, 5, 4)
+        k[:, 4], v[:, 4] = garbage, garbage
+        mask = torch.tensor([True, True, True, True, False])
+        bias = torch.zeros(4, 5, dtype=DOUBLE).masked_fill(~mask, -math.inf)
+        options, without = {
+            "shared": ({"attn_mask": mask}, {}),
+            "full": ({"attn_mask": mask.expand(2, 4, 5)}, {}),
+            "additive": ({"attn_mask": bias}, {}),
+            "causal": ({"is_causal": True}, {"is_causal": True}),
+            "window": ({"window": (2, 0)}, {"window": (2, 0)}),
+        }[how]
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        a = cm.attend(*leaves, attn_mask=mask)
-        total = a.mean.sin().sum() + a.entropy.sum() + a.value_variance.sum()
+        a = cm.attend(*leaves, **options)
+        total = sum(getattr(a, n).sin().sum() for n in names)
         grads = torch.autograd.grad(total, leaves, create_graph=True)
         second = torch.autograd.grad(sum(g.sin().sum() for g in grads), leaves)
-        short = [x.detach()[:, :n].requires_grad_() for x, n in zip(leaves, (3, 4, 4), strict=True)]
-        b = cm.attend(*short)
-        total = b.mean.sin().sum() + b.entropy.sum() + b.value_variance.sum()
+        short = [x.detach()[:, :4].requires_grad_() for x in leaves]
+        b = cm.attend(*short, **without)
+        for name in FIELDS:
+            torch.testing.assert_close(getattr(a, name), getattr(b, name))
+        total = sum(getattr(b, n).sin().sum() for n in names)
         expected = torch.autograd.grad(total, short, create_graph=True)
         expected2 = torch.autograd.grad(sum(g.sin().sum() for g in expected), short)
         for ours, theirs in zip((*grads, *second), (*expected, *expected2), strict=True):
@@ -279,6 +293,22 @@ class TestMerge:
             results.append([*first, *second])
         assert_close(*results, 1e-10)
 
+    def test_different_widths_are_refused(self):
+        q = normal(3, 4)
+        joined = cm.merge(cm.attend(q, q, normal(3, 2)), cm.attend(q, q, normal(3, 5)))
+        with pytest.raises(cm.InputError, match="values of one width"):
+            _ = joined.mean
+
+    def test_different_precisions_are_refused(self):
+        q = normal(3, 4)
+        with pytest.raises(cm.InputError, match="one dtype"):
+            cm.merge(cm.attend(q, q), cm.attend(q.float(), q.float()))
+
+    def test_only_results_are_taken(self):
+        q = normal(3, 4)
+        with pytest.raises(cm.InputError, match="not a Tensor"):
+            cm.merge(cm.attend(q, q), q)
+
     def test_different_queries_are_refused(self):
         a, b = cm.attend(normal(3, 4), normal(5, 4)), cm.attend(normal(2, 4), normal(5, 4))
         with pytest.raises(cm.InputError, match=r"\(3,\) and \(2,\)"):
@@ -308,10 +338,18 @@ class TestPacked:
         for name in FIELDS:
             torch.testing.assert_close(getattr(a, name), getattr(b, name))
 
-    @pytest.mark.parametrize("offsets", [[0, 3], [1, 7], [0, 5, 4, 7], [0], []])
+    @pytest.mark.parametrize(
+        "offsets",
+        [[0, 3], [1, 7], [0, 5, 4, 7], [0], [], [0, 2.5, 7], torch.zeros(2, 2), 7],
+        ids=str,
+    )
     def test_bad_offsets(self, offsets):
-        with pytest.raises(cm.InputError, match="query_offsets must rise from 0"):
+        with pytest.raises(cm.InputError, match="query_offsets must be whole numbers that rise"):
             cm.attend_packed(normal(7, 4), normal(7, 4), query_offsets=offsets)
+
+    def test_keys_and_values_must_agree(self):
+        with pytest.raises(cm.InputError, match="same packed length"):
+            cm.attend_packed(normal(7, 4), normal(7, 4), normal(8, 4), query_offsets=[0, 7])
 
     def test_counts_must_agree(self):
         with pytest.raises(cm.InputError, match="same number of sequences"):
@@ -320,9 +358,30 @@ class TestPacked:
             )
 
 
-def test_bad_window():
-    with pytest.raises(cm.InputError, match="window"):
-        cm.attend(normal(3, 4), normal(3, 4), window=(-1, 0))
+@pytest.mark.parametrize("window", [(-1, 0), 3, (3,), (1, 2, 3), (2.0, 0), "ab"])
+def test_bad_window(window):
+    with pytest.raises(cm.InputError, match=r"\(left, right\).*window="):
+        cm.attend(normal(3, 4), normal(3, 4), window=window)
+
+
+def test_causal_with_padding_through_the_window():
+    q, mask = normal(2, 3, 4), torch.tensor([[True, False, True], [True, True, False]])[:, None]
+    a = cm.attend(q, q, attn_mask=mask, window=(None, 0))
+    b = dense(q, q, q, mask=mask & band_mask(3, 3, upper=0))
+    torch.testing.assert_close(a.mean, b.mean)
+
+
+def test_nested_tensors_are_pointed_elsewhere():
+    x = torch.nested.nested_tensor([normal(2, 3, 4)] * 2, layout=torch.jagged)
+    with pytest.raises(cm.InputError, match="attend_packed"):
+        cm.attend(x, x, x)
+
+
+def test_repr_tells_what_is_known():
+    a = cm.attend(normal(3, 4), normal(5, 4))
+    assert repr(a) == "Attended(nothing computed yet)"
+    _ = a.entropy
+    assert repr(a) == "Attended(entropy=(3,))"
 
 
 def test_window_follows_the_alignment_of_a_causal_bias():
@@ -332,3 +391,107 @@ def test_window_follows_the_alignment_of_a_causal_bias():
     a = cm.attend(q, k, attn_mask=causal_lower_right(3, 5), window=(1, None))
     b = dense(q, k, k, mask=band_mask(3, 5, lower=1, upper=2))
     torch.testing.assert_close(a.mean, b.mean)
+
+
+def test_entropy_first_then_second_derivatives_of_the_others():
+    """The entropy is computed in the same pass but has no part in these derivatives."""
+    x = normal(3, 4).requires_grad_()
+    results = []
+    for first in ("entropy", "mean"):
+        a = cm.attend(x, x)
+        getattr(a, first)
+        total = a.mean.square().sum() + a.log_normalizer.square().sum()
+        (g,) = torch.autograd.grad(total, x, create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+        results.append([g, h, *torch.autograd.grad(h.square().sum(), x)])
+    assert_close(*results, 1e-10)
+
+
+def test_inference_mode_leaves_nothing_behind():
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    with torch.inference_mode():
+        expected = cm.attend(x, x).entropy.clone()
+    a = cm.attend(x, x)
+    torch.testing.assert_close(a.entropy, expected)
+    torch.autograd.grad(a.entropy.sum(), x)
+
+
+def test_results_are_not_touched_by_later_calls():
+    x = torch.randn(2, 300, 8)
+    a = cm.attend(x, x)
+    before = {n: getattr(a, n).clone() for n in FIELDS}
+    b = cm.attend(x * 3, x * 2)
+    _ = [getattr(b, n) for n in FIELDS]
+    for name in FIELDS:
+        assert torch.equal(getattr(a, name), before[name])
+
+
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9, -1e5, 1e9])
+@pytest.mark.parametrize("window", [None, (9, 9)])
+def test_masks_made_of_huge_numbers(low, window):
+    """A row whose keys all carry one huge bias is attention without it, in all derivatives."""
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(1, 1, 4, 4)
+    bias[..., 0, :] = low
+    bias.requires_grad_()
+    plain = torch.zeros_like(bias).requires_grad_()
+    results = []
+    for b in (bias, plain):
+        a = cm.attend(q, k, v, attn_mask=b, window=window)
+        total = a.mean.sin().sum() + a.entropy.sum() + a.score_mean.sum()
+        first = torch.autograd.grad(total, (q, k, v, b), create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), (q, k, v, b))
+        push = lambda q, b=b: cm.attend(q, k, v, attn_mask=b, window=window).mean
+        tangent = torch.func.jvp(push, (q,), (torch.ones_like(q),))[1]
+        results.append(
+            [a.mean, a.entropy, a.score_mean, a.value_variance, tangent, *first, *second]
+        )
+    assert_close(*results, 1e-5)
+    lifted, usual = (cm.attend(q, k, attn_mask=b).log_normalizer[0, 0, 0] for b in (bias, plain))
+    assert lifted.item() == pytest.approx(low + usual.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [1e8, 1e30])
+def test_value_variance_ignores_large_hidden_values(hidden):
+    q, k, v = (torch.randn(6, 8) for _ in range(3))
+    v[5] = hidden
+    a = cm.attend(q, k, v, is_causal=True)
+    b = cm.attend(q[:5], k[:5], v[:5], is_causal=True)
+    torch.testing.assert_close(a.value_variance[:5], b.value_variance)
+
+
+def test_a_nan_query_is_not_reported_as_an_empty_row():
+    """torch's fused operator returns mean 0 and G = 0 for it at some lengths."""
+    for n in (2, 5, 40):
+        q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, n, 8)
+        q[0, 0, 1] = math.nan
+        a = cm.attend(q, k)
+        for name in ("mean", "log_normalizer", "entropy"):
+            assert getattr(a, name)[0, 0, 1].isnan().all()
+            assert getattr(a, name)[0, 0, 0].isfinite().all()
+
+
+def test_inputs_changed_in_place_are_noticed():
+    q, k = normal(3, 4), normal(5, 4)
+    a = cm.attend(q, k)
+    _ = a.mean
+    k.zero_()
+    with pytest.raises(cm.InputError, match="changed in place"):
+        _ = a.entropy
+
+
+def test_every_field_has_the_full_batch():
+    a = cm.attend(normal(4, 8), normal(5, 8), normal(3, 5, 2))
+    assert a.mean.shape == a.value_variance.shape == (3, 4, 2)
+    assert a.key_mean.shape == (3, 4, 8)
+
+
+def test_default_device_does_not_matter():
+    q, mask = normal(3, 4), torch.ones(3, 3, dtype=torch.bool).tril()
+    expected = cm.attend(q, q, attn_mask=mask).mean
+    torch.set_default_device("meta")
+    try:
+        found = cm.attend(q, q, attn_mask=mask).mean
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(found, expected)

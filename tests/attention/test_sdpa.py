@@ -300,6 +300,22 @@ class TestNested:
         expected = torch.autograd.grad(total, alone)
         torch.testing.assert_close(grad.values(), torch.cat(expected))
 
+    def test_sequences_with_holes_or_of_other_lengths_are_refused(self):
+        x = torch.randn(2, 6, 2, 4)
+        lengths = torch.tensor([3, 6])
+        holed = torch.nested.narrow(x, 1, torch.tensor([0, 0]), lengths, layout=torch.jagged)
+        q = holed.transpose(1, 2)
+        with pytest.raises(cm.InputError, match="holes"):
+            cm.scaled_dot_product_attention(q, q, q)
+        k, v = (self.nested(n).transpose(1, 2) for n in ([2, 4], [4, 2]))
+        with pytest.raises(cm.InputError, match="same lengths"):
+            cm.scaled_dot_product_attention(k, k, v)
+
+    def test_jagged_in_the_wrong_dimension_is_refused(self):
+        x = self.nested([3, 2])
+        with pytest.raises(cm.InputError, match="transpose"):
+            cm.scaled_dot_product_attention(x, x, x)
+
     def test_mixed_with_plain_tensors_is_refused(self):
         q = self.nested([3, 2]).transpose(1, 2)
         plain = torch.randn(2, 2, 4, 4, dtype=torch.float64)
@@ -347,6 +363,32 @@ class TestReplaced:
             outcome["insider"] = witness()
         thread.join()
         assert outcome == {"outsider": "torch", "insider": "ours"}
+
+    def test_other_threads_keep_torchs_causal_bias(self):
+        q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+        bias, found = causal_lower_right(3, 5), []
+        expected = F.scaled_dot_product_attention(q, k, k, attn_mask=bias)
+
+        def outsider():
+            found.append(F.scaled_dot_product_attention(q, k, k, attn_mask=bias))
+
+        with cm.sdpa_replaced():
+            thread = threading.Thread(target=outsider)
+            thread.start()
+            thread.join()
+        assert torch.equal(found[0], expected)
+
+    def test_left_in_another_thread_than_entered(self):
+        original = F.scaled_dot_product_attention
+        context = cm.sdpa_replaced()
+        thread = threading.Thread(target=context.__enter__)
+        thread.start()
+        thread.join()
+        context.__exit__(None, None, None)
+        assert F.scaled_dot_product_attention is original
+        with cm.sdpa_replaced():
+            q = torch.randn(1, 1, 8, 4)
+            torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (q,), (q,))
 
     def test_overlapping_threads_restore_in_any_order(self):
         original = F.scaled_dot_product_attention
@@ -411,7 +453,21 @@ def test_inside_compiled_code():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("field", ["mean", "entropy"])
+def test_compiled_around_a_functional_gradient(field):
+    q, k, v = (x.detach() for x in qkv())
+
+    def slope(q):
+        return torch.func.grad(lambda q: getattr(cm.attend(q, k, v), field).sum())(q)
+
+    torch.testing.assert_close(torch.compile(slope, backend="aot_eager")(q), slope(q))
+
+
 BAD = {
+    "dropout kind": (lambda q, k, v: ((q, k, v), {"dropout_p": None}), r"\[0, 1\]"),
+    "complex scale": (lambda q, k, v: ((q, k, v), {"scale": torch.ones(()) * 1j}), "real"),
+    "scale kind": (lambda q, k, v: ((q, k, v), {"scale": "a"}), "finite number"),
+    "complex": (lambda q, k, v: ((q + 0j, k, v), {}), "real"),
     "features": (lambda q, k, v: ((q, k[..., :3], v), {}), "same number of features"),
     "lengths": (lambda q, k, v: ((q, k[..., :3, :], v), {}), "same length"),
     "dtypes": (lambda q, k, v: ((q, k.float(), v), {}), "one dtype"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +39,17 @@ class Attended:
     ================== ================== =========================================================
 
     A query that sees no key has G = -inf and zeros elsewhere. For half-precision input, vectors
-    come back in that precision and the scalars in float32.
+    come back in that precision and the scalars in float32. Because fields wait until they are
+    asked for, leave the inputs unchanged until then; a field first asked for under
+    ``torch.no_grad`` has no gradient.
     """
 
     def __init__(self, compute: Callable[[str], Tensor]) -> None:
         self._compute = compute
+
+    def __repr__(self) -> str:
+        known = [f"{n}={tuple(x.shape)}" for n, x in vars(self).items() if isinstance(x, Tensor)]
+        return f"Attended({', '.join(known) or 'nothing computed yet'})"
 
     @cached_property
     def mean(self) -> Tensor:
@@ -81,10 +89,21 @@ class _Fields:
     def __init__(self, call: Call, *, values_are_keys: bool) -> None:
         self._call = call
         self._values_are_keys = values_are_keys
+        self._versions = self._seen()
         self._done: Moments | None = None
+
+    def _seen(self) -> list[int]:
+        """How often each input has been changed in place."""
+        inputs = self._call.arguments.values()
+        return [0 if x.is_inference() else x._version for x in inputs]
 
     def __call__(self, name: str) -> Tensor:
         """One field in the caller's shape and precision."""
+        if self._seen() != self._versions:
+            raise InputError(
+                f"{name} is computed when it is asked for, but an input was changed in place since "
+                "attend was called: ask for the fields first, or clone the input."
+            )
         column: Tensor = getattr(self, name)()
         out = self._call.finish(column)
         return out.to(self._call.dtype) if name in _VECTORS else out.squeeze(-1)
@@ -98,13 +117,16 @@ class _Fields:
         return self._moments().mean
 
     def log_normalizer(self) -> Tensor:
-        return self._moments().log_normalizer
+        normalizer = self._moments().log_normalizer
+        return normalizer if self._call.lift is None else normalizer + self._call.lift
 
     def key_mean(self) -> Tensor:
         if self._values_are_keys:
             return self.mean()
         arguments = {**self._call.arguments, "value": self._call.arguments["key"]}
-        return attention(arguments, self._call.options).mean
+        mean = attention(arguments, self._call.options).mean
+        batch = torch.broadcast_shapes(mean.shape[:-2], self._call.arguments["value"].shape[:-2])
+        return mean.expand(*batch, *mean.shape[-2:])
 
     def entropy(self) -> Tensor:
         options = replace(self._call.options, entropy=True)
@@ -136,18 +158,27 @@ class _Fields:
         return expectation(formulas.score_variance, "score_variance", arguments, options)
 
     def value_variance(self) -> Tensor:
-        # E[v^2] - E[v]^2 cancels where a row is peaked: shift the values, use double precision.
-        arguments = self._call.arguments
-        wide = torch.float32 if arguments["value"].device.type == "mps" else torch.float64
-        arguments = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
-        value = arguments["value"]
-        if value.shape[-2]:
-            value = value - value.mean(-2, keepdim=True).detach()
+        # E[v^2] - E[v]^2 cancels where a row is peaked: double precision, and values relative to
+        # a typical output. Values that are not finite count where they made the mean NaN.
+        arguments, mean = self._call.arguments, self.mean()
+        wide = torch.float32 if mean.device.type == "mps" else torch.float64
+        value = arguments["value"].to(wide)
+        value = torch.where(value.isfinite(), value, 0.0) - _typical(mean.to(wide), value)
         features = value.shape[-1]
-        arguments["value"] = torch.cat([value, value * value], -1)
-        both = attention(arguments, self._call.options).mean
-        variance = both[..., features:] - both[..., :features] ** 2
-        return variance.clamp_min(0.0).to(self._call.arguments["value"].dtype)
+        given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
+        given["value"] = torch.cat([value, value * value], -1)
+        both = attention(given, self._call.options).mean
+        variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
+        return variance.to(mean.dtype).masked_fill(~mean.isfinite(), math.nan)
+
+
+def _typical(mean: Tensor, value: Tensor) -> Tensor:
+    """The median over queries of E[v], in the batch of the values; a constant."""
+    center = mean.detach()
+    for dim in range(center.ndim - 1):
+        if center.shape[dim] and (value.shape[dim] == 1 or dim == center.ndim - 2):
+            center = center.nanmedian(dim, keepdim=True).values
+    return center.nan_to_num(0.0, 0.0, 0.0) if center.shape[-2] == 1 else center.new_zeros(1)
 
 
 def attend(
@@ -169,13 +200,17 @@ def attend(
         query: ``(*batch, M, d)``.
         key: ``(*batch, N, d)``.
         value: ``(*batch, N, e)``; the keys themselves if left out, so that ``mean`` is the
-            gradient of G.
-        attn_mask: boolean (True = may attend) or added to the scores (differentiable), or a
-            ``torch.nn.attention.bias`` object; broadcasts to ``(*batch, M, N)``.
-        is_causal: query i sees keys j <= i (torch's top-left alignment).
-        scale: number or tensor (differentiable); 1/sqrt(d) if left out.
+            gradient of G in scale * query.
+        attn_mask: boolean (True = may attend; the opposite of ``key_padding_mask``) or added to
+            the scores (differentiable); broadcasts to ``(*batch, M, N)``, so padding ``(B, N)``
+            goes in as ``mask[:, None, None, :]`` beside heads. Or a causal bias from
+            ``torch.nn.attention.bias``: ``causal_lower_right(M, N)`` aligns to the last key.
+        is_causal: query i sees keys j <= i (torch's top-left alignment); not with `attn_mask`.
+        scale: number, or tensor that broadcasts to the query, such as ``(heads, 1, 1)``
+            (differentiable); 1/sqrt(d) if left out.
         enable_gqa: dimension -3 holds heads, and key heads serve groups of query heads.
-        window: (left, right): keys at most so far behind and ahead of the diagonal; None is open.
+        window: (left, right): keys at most so far behind and ahead of the diagonal j = i (or of the
+            causal bias' own diagonal); None is open. Combines with any mask: (None, 0) is causal.
 
     Returns:
         Attended: its fields are computed when asked for. Ask for ``entropy`` first to have it,
@@ -211,6 +246,15 @@ def merge(first: Attended, second: Attended) -> Attended:
     entropies add by the chain rule, variances by the law of total variance. A KV-cache in chunks,
     shards of keys and streaming are all this.
 
+    Args:
+        first, second: results of `attend` for the same queries; no key may be in both.
+
+    Returns:
+        Attended: as if all keys had been attended at once, each field joined when asked for.
+
+    Raises:
+        InputError: the two are not results for the same queries, or their values differ in width.
+
     >>> import torch, cumulant as cm
     >>> q, k, v = torch.randn(4, 8), torch.randn(10, 8), torch.randn(10, 3)
     >>> parts = cm.merge(cm.attend(q, k[:6], v[:6]), cm.attend(q, k[6:], v[6:]))
@@ -220,17 +264,28 @@ def merge(first: Attended, second: Attended) -> Attended:
     >>> torch.allclose(parts.entropy, whole.entropy, atol=1e-6)
     True
     """
+    for part in (first, second):
+        if not isinstance(part, Attended):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"merge joins two results of attend, not a {type(part).__name__}.")
     one, two = first.log_normalizer.shape, second.log_normalizer.shape
     if one != two:
         raise InputError(
             "merge joins results of the same queries over different keys; their log-normalizers "
             f"must have one shape, but these have {tuple(one)} and {tuple(two)}."
         )
+    kinds = first.log_normalizer.dtype, second.log_normalizer.dtype
+    if kinds[0] != kinds[1]:
+        raise InputError(f"merge joins results of one dtype, not of {kinds[0]} and {kinds[1]}.")
     split = shares(first.log_normalizer, second.log_normalizer)
     columns = Shares(*(x.unsqueeze(-1) for x in split))
 
     def compute(name: str) -> Tensor:
         a, b = getattr(first, name), getattr(second, name)
+        if a.shape != b.shape:
+            raise InputError(
+                f"merge: {name} has shape {tuple(a.shape)} in one result and {tuple(b.shape)} in "
+                "the other; attend both with values of one width."
+            )
         if name == "log_normalizer":
             return split.log_normalizer
         if name == "entropy":
@@ -259,9 +314,18 @@ def attend_packed(
     """`attend` for sequences of different lengths packed end to end: none sees another's keys.
 
     Args:
-        query: ``(*batch, total, d)``; sequence n is ``query_offsets[n]:query_offsets[n + 1]``.
+        query: ``(*batch, total, d)``, heads in front of the length (move them there if you come
+            from ``(total, heads, d)``); sequence n is ``query_offsets[n]:query_offsets[n + 1]``.
         key, value: likewise, cut by `key_offsets` (the same as `query_offsets` if left out).
-        query_offsets, key_offsets: cumulative lengths, from 0 to the total.
+        query_offsets, key_offsets: cumulative lengths, whole numbers from 0 to the total; a
+            sequence may be empty.
+        is_causal, scale, enable_gqa, window: as in `attend`, for each sequence by itself.
+
+    Returns:
+        Attended: fields of all sequences, end to end.
+
+    Raises:
+        InputError: offsets that do not fit the lengths, or what `attend` refuses.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(7, 4)
@@ -269,6 +333,16 @@ def attend_packed(
     >>> torch.allclose(a.mean[:3], cm.attend(x[:3], x[:3]).mean)
     True
     """
+    for label, x in (("query", query), ("key", key), ("value", key if value is None else value)):
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.is_nested:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"attend_packed: {label} must be a tensor (..., total length, features)."
+            )
+    if value is not None and value.shape[-2] != key.shape[-2]:
+        raise InputError(
+            f"attend_packed: key and value must have the same packed length, but have "
+            f"{key.shape[-2]} and {value.shape[-2]}."
+        )
     rows = _offsets("query_offsets", query_offsets, query.shape[-2])
     columns = rows
     if key_offsets is not None or key.shape[-2] != query.shape[-2]:
@@ -300,11 +374,13 @@ def attend_packed(
 
 
 def _offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
-    numbers = [int(x) for x in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
-    rising = all(a <= b for a, b in pairwise(numbers))
-    if len(numbers) < 2 or numbers[0] != 0 or numbers[-1] != total or not rising:
+    given: Any = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    numbers: list[Any] = list(given) if isinstance(given, list | tuple) else []
+    whole = all(isinstance(x, int) for x in numbers)
+    rising = whole and all(a <= b for a, b in pairwise(numbers))
+    if len(numbers) < 2 or not rising or numbers[0] != 0 or numbers[-1] != total:
         raise InputError(
-            f"{name} must rise from 0 to the packed length {total}, one more entry than there are "
-            f"sequences; got {numbers[:8]}{'...' if len(numbers) > 8 else ''}."
+            f"{name} must be whole numbers that rise from 0 to the packed length {total} (the "
+            f"second last dimension), one more than there are sequences; got {str(given)[:60]}."
         )
     return numbers

@@ -26,13 +26,15 @@ class Call:
     """A checked call: named kernel arguments of equal rank, options, and the way back.
 
     A tensor scale has been multiplied into the queries, grouped heads are an extra batch dimension,
-    half precision has become float32; `finish` undoes the grouping of a row quantity.
+    half precision has become float32; `finish` undoes the grouping of a row quantity. `lift` is
+    what was taken off the bias of each query, to be added to its log-normalizer.
     """
 
     arguments: dict[str, Tensor]
     options: Options
     finish: Callable[[Tensor], Tensor]
     dtype: torch.dtype
+    lift: Tensor | None
 
 
 def _describe(call: str, **tensors: Any) -> str:
@@ -43,7 +45,7 @@ def _describe(call: str, **tensors: Any) -> str:
             kind = str(x.dtype).removeprefix("torch.")
             place = "" if x.device.type == "cpu" else f" on {x.device}"
             return f"{name}={tuple(x.shape)} {kind}{place}"
-        return f"{name}={x!r}"
+        return f"{name}={x!r}" if len(repr(x)) < 40 else f"{name}=<{type(x).__name__}>"
 
     shown = ", ".join(one(n, x) for n, x in tensors.items() if x is not None and x is not False)
     return f"{call}({shown})"
@@ -71,8 +73,11 @@ def prepare(
             key=key,
             value=value,
             attn_mask=attn_mask,
+            dropout_p=dropout_p or None,
             is_causal=is_causal,
+            scale=scale,
             enable_gqa=enable_gqa,
+            window=window,
         )
         return InputError(f"{problem} Got {call}.")
 
@@ -81,13 +86,16 @@ def prepare(
         if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise fail(f"{label} must be a torch.Tensor, not {type(x).__name__}.")
         if x.is_nested:
-            raise fail(f"{label} is a nested tensor; query, key and value must then all be jagged.")
+            raise InputError(
+                f"{name} does not take nested tensors ({label} is one): use attend_packed with "
+                f"offsets, or scaled_dot_product_attention for the mean alone."
+            )
         if x.ndim < 2:
             raise fail(
                 f"{label} must have shape (..., length, features): add dimensions with x[None]."
             )
         if not x.is_floating_point():
-            raise fail(f"{label} must be floating point: convert it with .float().")
+            raise fail(f"{label} must be real and floating point: convert it with .float().")
     autocast = _autocast_dtype(query)
     if autocast is None and len({x.dtype for x in tensors.values()}) > 1:
         raise fail("query, key and value must have one dtype: convert them with .to(dtype).")
@@ -97,8 +105,8 @@ def prepare(
         raise fail("query and key must have the same number of features (last dimension).")
     if key.shape[-2] != value.shape[-2]:
         raise fail("key and value must have the same length (second last dimension).")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise fail(f"dropout_p must lie in [0, 1], not {dropout_p}.")
+    if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p <= 1.0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise fail(f"dropout_p must lie in [0, 1], not {dropout_p!r}.")
     groups = _groups(query, key, value, fail) if enable_gqa else None
 
     band, mask = _band(query, key, attn_mask, is_causal, window, fail)
@@ -113,8 +121,8 @@ def prepare(
         scale = 1.0
     elif scale is None:
         scale = 1 / math.sqrt(query.shape[-1] or 1)
-    elif not math.isfinite(scale):
-        raise fail(f"scale must be finite, not {scale}.")
+    elif not isinstance(scale, int | float) or not math.isfinite(scale):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise fail(f"scale must be a finite number or a tensor, not {scale!r}.")
     rank = max(x.ndim for x in tensors.values())
     tensors = {n: x[(None,) * (rank - x.ndim)] for n, x in tensors.items()}
     try:
@@ -143,13 +151,18 @@ def prepare(
         except RuntimeError:
             fits = False
         if not fits:
-            raise fail(f"attn_mask must broadcast to {grid} (..., query length, key length).")
+            raise fail(
+                f"attn_mask must broadcast to {grid} (..., query length, key length); a padding "
+                "mask (batch, keys) of a call with heads goes in as mask[:, None, None, :]."
+            )
         arguments["bias" if mask.is_floating_point() else "mask"] = (
             mask.to(compute) if mask.is_floating_point() else mask
         )
     if groups is not None:
         arguments = {n: _split_heads(n, x, groups) for n, x in arguments.items()}
-    arguments = _without_removed(arguments)
+    lift: Tensor | None = None
+    if "bias" in arguments:
+        arguments["bias"], lift = _lowered(arguments["bias"])
     if dropout_p > 0.0:
         seeds = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
         arguments["seed"] = torch.randint(
@@ -159,7 +172,7 @@ def prepare(
     def finish(x: Tensor) -> Tensor:
         return x if groups is None else x.flatten(-4, -3)
 
-    return Call(arguments, Options(float(scale), band, dropout_p), finish, output)
+    return Call(arguments, Options(float(scale), band, dropout_p), finish, output, lift)
 
 
 def _autocast_dtype(query: Tensor) -> torch.dtype | None:
@@ -203,7 +216,10 @@ def _band(
     m, n = query.shape[-2], key.shape[-2]
     diagonal, causal = 0, is_causal
     if attn_mask is not None and is_causal:
-        raise fail("is_causal=True and attn_mask exclude each other: put both into the mask.")
+        raise fail(
+            "is_causal=True and attn_mask exclude each other: put both into the mask, or pass the "
+            "mask to attend with window=(None, 0)."
+        )
     if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
         from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -217,9 +233,7 @@ def _band(
             causal, attn_mask = True, None
     if attn_mask is not None and not isinstance(attn_mask, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise fail(f"attn_mask must be a tensor, not {type(attn_mask).__name__}.")
-    left, right = (None, None) if window is None else window
-    if any(side is not None and side < 0 for side in (left, right)):
-        raise fail(f"window=(left, right) takes counts >= 0 or None for no limit, not {window}.")
+    left, right = (None, None) if window is None else _sides(window, fail)
     if causal:
         right = 0
     lower = None if left is None else diagonal - left
@@ -227,30 +241,43 @@ def _band(
     return Band(lower, upper), attn_mask
 
 
+def _lowered(bias: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Take a huge common part off each query's bias: weights stay, and G keeps its digits.
+
+    Masks made of the most negative number give a fully padded row such a bias; left in, the
+    weights exp(s - G) would no longer sum to one.
+    """
+    if bias.shape[-1] == 0:
+        return bias, None
+    top = bias.detach().amax(-1, keepdim=True)
+    huge = top.isfinite() & (top.abs() > 1e4)
+    try:
+        if not bool(huge.any()):
+            return bias, None
+    except RuntimeError:  # inside vmap the question has no single answer
+        pass
+    lift = torch.where(huge, top, 0.0)
+    return bias - lift, lift
+
+
+def _sides(window: Any, fail: Callable[[str], InputError]) -> Window:
+    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(sides) != 2 or not all(x is None or (isinstance(x, int) and x >= 0) for x in sides):
+        raise fail(
+            "window must be (left, right), each a whole number >= 0 or None for no limit: "
+            "(3, 0) sees three keys back and none ahead."
+        )
+    return sides[0], sides[1]
+
+
 def _check_scale(scale: Tensor, query: Tensor, fail: Callable[[str], InputError]) -> None:
     try:
         fits = torch.broadcast_shapes(scale.shape, query.shape) == query.shape
     except RuntimeError:
         fits = False
+    if not scale.is_floating_point() or scale.device != query.device:
+        raise fail("A tensor scale must be real and on the device of the query.")
     if not fits:
         raise fail(
             f"A tensor scale must broadcast to the query; it has shape {tuple(scale.shape)}."
         )
-
-
-def _without_removed(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Zero the keys that no query may see: garbage in padding must not reach a sum as 0 * NaN.
-
-    Only where the mask is shared by several queries; the forward pass looks after the rest.
-    """
-    visible: Tensor | None = None
-    if "mask" in arguments:
-        visible = arguments["mask"]
-    elif "bias" in arguments:
-        visible = arguments["bias"] > -math.inf
-    if visible is None or visible.shape[-2] != 1 or arguments["query"].shape[-2] == 1:
-        return arguments
-    column = visible.mT
-    return {
-        n: torch.where(column, x, 0.0) if n in ("key", "value") else x for n, x in arguments.items()
-    }

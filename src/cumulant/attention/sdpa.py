@@ -34,7 +34,9 @@ def scaled_dot_product_attention(
     Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
     torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of
     `attn_mask` and of a tensor `scale`, dropout without an M x N array, and rows without keys are
-    zero. Jagged nested tensors are taken without `attn_mask` and dropout.
+    zero. Jagged nested tensors ``(batch, heads, length, features)`` are taken without `attn_mask`
+    and dropout, and have only the first gradient, which is all that torch's nested tensors support;
+    `attend_packed` has the others.
 
     Args:
         query: ``(*batch, M, d)``.
@@ -90,9 +92,19 @@ def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
                 f"With nested input, query, key and value must all be jagged with shape (batch, "
                 f"heads, length, features); {name} is {type(x).__name__} with layout {x.layout}."
             )
+        length: Any = x.shape[2]
+        if isinstance(length, int):
+            raise InputError(
+                f"The jagged dimension of {name} must be the third, (batch, heads, length, "
+                f"features): pass {name}.transpose(1, 2)."
+            )
         rows: Any = x.transpose(1, 2)  # (batch, length, heads, features): lengths are packed
+        if rows.lengths() is not None:
+            raise InputError(f"{name} has holes between its sequences: pass {name}.contiguous().")
         parts.append(rows.values().transpose(0, 1))
         offsets.append(rows.offsets())
+    if not torch.equal(offsets[1], offsets[2]):
+        raise InputError("The sequences of key and value must have the same lengths.")
     out = attend_packed(
         *parts, query_offsets=offsets[0], key_offsets=offsets[1], **options
     ).mean.transpose(0, 1)
@@ -108,8 +120,14 @@ _fast_path = True
 
 def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in torch's place: ours in threads that asked for it, torch's in the others."""
-    function = scaled_dot_product_attention if getattr(_inside, "depth", 0) else _torch_function
-    return function(*args, **kwargs)
+    if getattr(_inside, "depth", 0):
+        return scaled_dot_product_attention(*args, **kwargs)
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if hasattr(
+        mask, "variant"
+    ):  # torch's causal bias looks for its function under the name we hold
+        return type(mask)._dispatch(*args, **kwargs)
+    return _torch_function(*args, **kwargs)
 
 
 @contextmanager
@@ -119,8 +137,10 @@ def sdpa_replaced() -> Generator[None]:
     One line gives an existing model forward mode and higher derivatives. It covers whatever calls
     the function through ``torch.nn.functional``: ``nn.MultiheadAttention``,
     ``nn.TransformerEncoder`` (whose inference shortcut is switched off meanwhile), Hugging Face
-    models with ``attn_implementation="sdpa"``. It nests, is restored after exceptions, and leaves
-    other threads alone. Code that imported the function itself by name is not reached.
+    models with ``attn_implementation="sdpa"``. It nests, is restored after exceptions, and other
+    threads keep torch's function. Checkpointed parts are recomputed in backward, which must then
+    run inside as well. Not reached: code that imported the function itself by name, and
+    ``torch.compile``d modules, which keep what they were compiled with.
 
     >>> import torch, cumulant as cm
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -138,12 +158,13 @@ def sdpa_replaced() -> Generator[None]:
             F.scaled_dot_product_attention = _dispatch
             torch.backends.mha.set_fastpath_enabled(False)
         _entered += 1
-    _inside.depth = getattr(_inside, "depth", 0) + 1
+    state = _inside.__dict__  # of the entering thread, wherever the context is left
+    state["depth"] = state.get("depth", 0) + 1
     try:
         yield
     finally:
-        _inside.depth -= 1
         with _lock:
+            state["depth"] -= 1
             _entered -= 1
             if _entered == 0:
                 F.scaled_dot_product_attention = _torch_function

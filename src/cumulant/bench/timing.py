@@ -28,7 +28,7 @@ class Row:
 
     @property
     def met(self) -> bool:
-        return self.ratio <= self.at_most
+        return round(self.ratio, 2) <= self.at_most
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "met": self.met}
@@ -91,8 +91,9 @@ def markdown(title: str, command: str, rows: list[Row]) -> str:
     lines = [
         f"# {title}",
         "",
-        f"Made by `{command}` on {machine()}. Times are medians of interleaved rounds; a ratio is",
-        "the median over rounds of two times taken in the same round.",
+        f"Made by `{command}` on {machine()}.",
+        "Times are medians of interleaved rounds; a ratio is the median over rounds of two times "
+        "taken in the same round.",
         "",
         "| shape (batch, heads, N, d) | quantity | against | ms | ratio | aim, at most |",
         "|---|---|---|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,18 +17,21 @@ from cumulant.errors import InputError
 
 bench = typer.Typer(
     help="Time Cumulant against the real alternative, interleaved in one run.",
-    no_args_is_help=True,
 )
 
 
-@bench.callback()
-def about() -> None:
+@bench.callback(invoke_without_command=True)
+def about(context: typer.Context) -> None:
     """Time Cumulant against the real alternative, interleaved in one run."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @bench.command()
 def calculus(
-    rounds: Annotated[int, typer.Option(help="Rounds per shape; long shapes take half.")] = 7,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds for short shapes; long ones take half as many.")
+    ] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Only the smallest shape.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
     output: Annotated[
@@ -36,14 +40,17 @@ def calculus(
 ) -> None:
     """Attention and its derivatives against torch's attention.
 
-    About ten minutes; --quick takes half a minute.
+    About five minutes; --quick takes ten seconds.
     """
     from cumulant.bench.calculus import run
 
     if rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"--output: there is no folder {output.parent}; make it first.")
+    if output is not None:
+        if not output.parent.is_dir():
+            raise InputError(f"--output: there is no folder {output.parent}; make it first.")
+        if output.is_dir() or not os.access(output.parent, os.W_OK):
+            raise InputError(f"--output: cannot write a file at {output}; name a file.")
     errors = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -58,7 +65,11 @@ def calculus(
         def tick(what: str, total: int) -> None:
             progress.update(task, description=what, total=total, advance=1)
 
-        rows = run(rounds=rounds, quick=quick, tick=tick)
+        try:
+            rows = run(rounds=rounds, quick=quick, tick=tick)
+        except KeyboardInterrupt:
+            typer.echo("cumulant: interrupted; nothing was written", err=True)
+            raise typer.Exit(130) from None
     command = "cumulant bench calculus" + (" --quick" if quick else "")
     if output is not None:
         output.write_text(markdown("What the calculus of attention costs", command, rows))
@@ -83,6 +94,6 @@ def _show(rows: list[Row]) -> None:
             r.against,
             f"{r.milliseconds:.1f}",
             f"[{style}]{r.ratio:.2f}[/{style}]",
-            f"{r.at_most:.2f}",
+            f"{r.at_most:.2f}" + ("" if r.met else " missed"),
         )
     Console().print(table)

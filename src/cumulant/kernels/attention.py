@@ -28,7 +28,9 @@ from cumulant.kernels.tiles import (
     Tile,
     TileFunction,
     batch_first,
+    has_nan,
     iterate,
+    removes_keys,
     tile_sum,
 )
 from cumulant.kernels.workspace import Workspace
@@ -100,7 +102,7 @@ def _normalize(sums: _Sums) -> list[Tensor]:
     normalizer = (sums.peak + log_mass) / formulas.LOG2_E
     out = [sums.weighted.div_(mass), normalizer.masked_fill_(sums.mass == 0, -math.inf)]
     if sums.heat is not None:
-        out.append((log_mass - sums.heat / mass) / formulas.LOG2_E)
+        out.append(((log_mass - sums.heat / mass) / formulas.LOG2_E).clamp_min_(0.0))
     return out
 
 
@@ -173,9 +175,8 @@ def _guarded(arguments: Named) -> Arguments:
 def _forward(options: Options, arguments: Named) -> list[Tensor]:
     done = None if options.entropy else fused.forward(arguments, options.scale, options.band)
     out = _stream(options, arguments) if done is None else list(done)
-    removes = "mask" in arguments or "bias" in arguments or not options.band.open
-    if removes and math.isnan(out[0].sum()):
-        # A removed key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
+    if removes_keys(arguments, options.band) and has_nan(out):
+        # A hidden key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
         out = _stream(options, _guarded(arguments))
     return out
 

@@ -73,7 +73,7 @@ def _additive(arguments: Named) -> Tensor:
     """Bias and boolean mask as one additive tensor."""
     bias, mask = arguments.get("bias"), arguments.get("mask")
     if bias is None:
-        bias = torch.zeros((), dtype=arguments["query"].dtype)
+        bias = arguments["query"].new_zeros(())
     return bias if mask is None else torch.where(mask, bias, -math.inf)
 
 
@@ -91,12 +91,15 @@ def forward(arguments: Named, scale: float, band: Band) -> tuple[Tensor, Tensor]
         attn_mask=plan.bias,
         scale=scale,
     )
-    if plan.bias is not None:
-        # The operator reports G = 0 for a row without keys; a true 0 is kept.
-        suspect = normalizer == 0
+    # The operator reports G = 0 for a row without keys, and for some rows that hold NaN.
+    suspect = normalizer == 0
+    if bool(suspect.any()):
+        if plan.bias is not None:
+            empty = suspect & ~(plan.bias > -math.inf).any(-1)
+            normalizer = normalizer.masked_fill(empty, -math.inf)
+            suspect = suspect & ~empty
         if bool(suspect.any()):
-            seen = (plan.bias > -math.inf).any(-1)
-            normalizer = normalizer.masked_fill(suspect & ~seen, -math.inf)
+            return None
     rows = arguments["query"].shape[:-1]
     return _own(mean, (*rows, mean.shape[-1])), _own(normalizer, (*rows, 1))
 

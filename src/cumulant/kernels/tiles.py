@@ -20,6 +20,7 @@ queries and keys:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cumulant.kernels.eager import eager
 from cumulant.kernels.workspace import Workspace
 
 __all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum"]
@@ -300,6 +302,8 @@ class _TileSum(torch.autograd.Function):
             out = program.run(program, arguments) if program.run else None
             if out is None:
                 out = evaluate(program, arguments)
+            if removes_keys(arguments, program.band) and has_nan(out.values()):
+                out = evaluate(program, _without_garbage(program, arguments))
         return tuple(out[r.name] for r in program.results)
 
     @staticmethod
@@ -356,6 +360,28 @@ class _TileSum(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
+def removes_keys(arguments: Named, band: Band) -> bool:
+    """Whether some key may be hidden from some query."""
+    return "mask" in arguments or "bias" in arguments or not band.open
+
+
+def has_nan(tensors: Iterable[Tensor]) -> bool:
+    """Whether any entry is NaN; a sum shows it at the cost of one pass."""
+    return any(math.isnan(x.sum()) for x in tensors)
+
+
+def _without_garbage(program: Program, arguments: Named) -> Arguments:
+    """Zeros for NaN and infinity in what belongs to keys.
+
+    A hidden key has weight zero, and 0 * NaN would spoil sums that it has no part in. A query that
+    does see such a key is not whitewashed: its G or mean is NaN already, and so are its results.
+    """
+    return {
+        name: x.nan_to_num(0.0, 0.0, 0.0) if program.indices[name] == "j" else x
+        for name, x in arguments.items()
+    }
+
+
 def batch_first(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
     """Give every tensor a new leading batch dimension: its vmapped one, or size 1."""
     return [
@@ -364,6 +390,7 @@ def batch_first(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[T
     ]
 
 
+@eager
 def tile_sum(program: Program, arguments: Named) -> Arguments:
     """Sum a program over all tiles: differentiable to any order, memory linear in M + N."""
     out = _TileSum.apply(program, tuple(arguments), *arguments.values())

@@ -40,17 +40,18 @@ class Workspace:
         """A workspace with this thread's buffers, which go back when the call is done."""
         work = cls(reuse=True)
         kept: dict[str, list[Tensor]] = _kept.__dict__
-        kind = str(like.dtype)
-        on_cpu = like.device.type == "cpu"
-        if on_cpu:
+        kind = str(like.dtype).removeprefix("torch.")
+        # Tensors made in inference mode, or fakes of a tracer, cannot serve ordinary calls.
+        plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
+        if plain:
             work._buffers = kept.pop(kind, [])
         yield work
-        if on_cpu:
+        if plain:
             room = _KEPT_BYTES
             keep: list[Tensor] = []
             for buffer in work._buffers:
                 room -= buffer.nbytes
-                if room < 0:
+                if room < 0 or buffer.is_inference() or type(buffer) is not Tensor:
                     break
                 keep.append(buffer)
             kept.clear()
