@@ -90,14 +90,14 @@ class Tile:
 
     def slices(self, index: str, tensor: Tensor) -> tuple[slice, ...]:
         """The part of `tensor` that this tile touches; broadcast dimensions stay whole."""
-        rows = slice(self.rows.start, self.rows.stop)
-        columns = slice(self.columns.start, self.columns.stop)
-        last = {"i": (rows, None), "j": (columns, None), "ij": (rows, columns), "": (None, None)}
-        wanted = (*self.batch, *last[index])
-        whole = slice(None)
+        rows = slice(self.rows.start, self.rows.stop) if "i" in index else _WHOLE
+        columns = slice(self.columns.start, self.columns.stop) if "j" in index else _WHOLE
+        last = (rows, columns) if index == "ij" else (columns if index == "j" else rows, _WHOLE)
         return tuple(
-            whole if part is None or size == 1 else part
-            for part, size in zip(wanted, tensor.shape, strict=True)
+            [
+                _WHOLE if size == 1 else part
+                for part, size in zip((*self.batch, *last), tensor.shape, strict=True)
+            ]
         )
 
     def cut(self, index: str, tensor: Tensor) -> Tensor:
@@ -107,9 +107,11 @@ class Tile:
         to the shape of a broadcast argument counts each member of the batch once.
         """
         part = tensor[self.slices(index, tensor)]
-        batch = tuple(piece.stop - piece.start for piece in self.batch)
-        return part.expand(*batch, *part.shape[-2:])
+        batch = tuple([piece.stop - piece.start for piece in self.batch])
+        return part if part.shape[:-2] == batch else part.expand(*batch, *part.shape[-2:])
 
+
+_WHOLE = slice(None)
 
 TileFunction = Callable[[Tile, Arguments], Arguments]
 
@@ -202,7 +204,8 @@ def evaluate(program: Program, arguments: Named) -> Arguments:
                 for result in program.results:
                     total = totals[result.name]
                     target = total[tile.slices(result.index, total)]
-                    target += parts[result.name].sum_to_size(target.shape)
+                    part = parts[result.name]
+                    target += part if part.shape == target.shape else part.sum_to_size(target.shape)
     return totals
 
 

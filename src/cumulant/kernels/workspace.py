@@ -32,6 +32,8 @@ class Workspace:
     def __init__(self, *, reuse: bool) -> None:
         self._reuse = reuse
         self._buffers: list[Tensor] = []
+        self._views: dict[tuple[int, torch.Size], Tensor] = {}
+        self._owned: set[int] = set()
         self._next = 0
 
     @classmethod
@@ -62,15 +64,25 @@ class Workspace:
         self._next = 0
 
     def _take(self, shape: torch.Size, like: Tensor) -> Tensor:
+        slot = self._next
+        self._next += 1
+        view = self._views.get((slot, shape))
+        if view is None:
+            view = self._views[slot, shape] = self._allocate(slot, shape, like)
+        return view
+
+    def _allocate(self, slot: int, shape: torch.Size, like: Tensor) -> Tensor:
         # Rows a power of two apart share cache sets, which slows transposed products by a third.
         width = shape[-1] + (_PADDING if shape[-1] >= 256 else 0)
         size = math.prod(shape[:-1]) * width
-        if self._next == len(self._buffers):
+        if slot == len(self._buffers):
             self._buffers.append(like.new_empty(size))
-        if self._buffers[self._next].numel() < size:
-            self._buffers[self._next] = like.new_empty(size)
-        buffer = self._buffers[self._next]
-        self._next += 1
+        if self._buffers[slot].numel() < size:
+            self._owned.discard(self._buffers[slot].data_ptr())
+            self._buffers[slot] = like.new_empty(size)
+            self._views = {key: view for key, view in self._views.items() if key[0] != slot}
+        buffer = self._buffers[slot]
+        self._owned.add(buffer.data_ptr())
         return buffer[:size].view(*shape[:-1], width)[..., : shape[-1]]
 
     def _target(self, x: Tensor, *others: Tensor, fresh: bool = False) -> Tensor | None:
@@ -84,7 +96,7 @@ class Workspace:
         return x if not fresh and x.shape == shape and self._owns(x) else self._take(shape, x)
 
     def _owns(self, x: Tensor) -> bool:
-        return any(x.data_ptr() == buffer.data_ptr() for buffer in self._buffers)
+        return x.data_ptr() in self._owned
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """x @ y of equal batches, always into a new array."""
