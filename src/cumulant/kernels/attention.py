@@ -119,9 +119,11 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
     query, key, value = (arguments[n] for n in ("query", "key", "value"))
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = query.shape[-2], key.shape[-2]
-    mean = query.new_zeros(*batch, m, value.shape[-1])
+    # With a band some rows may have no tile; otherwise every row is written below.
+    unwritten = not options.band.open or n == 0
+    make = query.new_zeros if unwritten else query.new_empty
+    mean, entropy = make((*batch, m, value.shape[-1])), make((*batch, m, 1))
     normalizer = query.new_full((*batch, m, 1), -math.inf)
-    entropy = query.new_zeros(*batch, m, 1)
     results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
     if 0 in (*batch, m, n):
         return results
