@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cumulant as cm
-
-transformers = pytest.importorskip("transformers", reason="part of the dev extra")
 
 DOUBLE = torch.float64
 

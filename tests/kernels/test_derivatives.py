@@ -84,7 +84,7 @@ def functions(kind, names, fields, dtype=DOUBLE, fixed=None):
     return ours, oracle
 
 
-def compare(word, kind, names, fields, tolerance=1e-10):
+def assert_agrees(word, kind, names, fields, tolerance=1e-10):
     ours, oracle = functions(kind, names, fields)
     point = tuple(tensors()[n] for n in names)
     generator = torch.Generator().manual_seed(11)
@@ -102,14 +102,14 @@ MAIN = ("mean", "log_normalizer", "entropy")
 @pytest.mark.usefixtures("small_tiles")
 def test_all_arguments_at_once(word, kind):
     names = (*ALL, "bias") if MASKS[kind][2] else ALL
-    compare(word, kind, names, MAIN)
+    assert_agrees(word, kind, names, MAIN)
 
 
 @pytest.mark.parametrize("word", ["", "F", "R", "FF", "FR", "RF", "RR", "RRR", "FFR"])
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("kind", ["none", "boolean"])
 def test_every_field(word, field, kind):
-    compare(word, kind, ("query", "key", "value"), (field,), tolerance=1e-9)
+    assert_agrees(word, kind, ("query", "key", "value"), (field,), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("word", ["F", "R", "FR", "RF", "RR", "FF"])
@@ -117,7 +117,7 @@ def test_every_field(word, field, kind):
 @pytest.mark.parametrize("field", MAIN)
 @pytest.mark.usefixtures("small_tiles")
 def test_each_argument_alone(word, name, field):
-    compare(word, "additive", (name,), (field,))
+    assert_agrees(word, "additive", (name,), (field,))
 
 
 @pytest.mark.parametrize("word", ["", "F", "R", "RR", "FR"])
