@@ -9,7 +9,7 @@ test: environment lint types check
 
 environment: $(VENV)/ready
 
-# torch comes first, by its pin: a bare range would fetch the build for GPUs.
+# torch comes first, by its pin, so that nothing installed later chooses another build.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch

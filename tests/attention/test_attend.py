@@ -109,6 +109,21 @@ class TestNotANumber:
         torch.testing.assert_close(a.log_normalizer[..., :3], clean.log_normalizer[..., :3])
         assert not a.mean[..., 3, :].isfinite().all()
 
+    @pytest.mark.parametrize("name", ["key", "value"])
+    def test_a_nan_tangent_of_a_visible_key_is_not_hidden(self, name):
+        """Garbage in hidden keys is left out; NaN that a query does see must show."""
+        k, v = normal(4, 3), normal(4, 2)
+        k[3], v[3] = math.nan, math.nan
+        tangents = {"key": torch.ones_like(k), "value": torch.ones_like(v)}
+        tangents["key"][3] = tangents["value"][3] = math.nan
+        q = normal(2, 3)
+        mask = torch.tensor([[True, True, True, False], [True, False, True, False]])
+        f = lambda k, v: cm.attend(q, k, v, attn_mask=mask).mean
+        given = (tangents["key"], tangents["value"])
+        assert torch.func.jvp(f, (k, v), given)[1].isfinite().all()
+        tangents[name][1] = math.nan  # the first query sees key 1, the second does not
+        assert torch.func.jvp(f, (k, v), given)[1][0].isnan().all()
+
     @pytest.mark.parametrize("garbage", [math.nan, math.inf])
     @pytest.mark.parametrize("how", ["shared", "full", "additive", "causal", "window"])
     @pytest.mark.parametrize("names", [FIELDS, tuple(reversed(FIELDS))], ids=["there", "back"])

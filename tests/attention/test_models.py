@@ -20,33 +20,27 @@ def encoder():
     return torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=DOUBLE)
 
 
-def bert(implementation):
+def hugging_face(name, implementation, **options):
     torch.manual_seed(0)
-    config = transformers.BertConfig(
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=20,
         hidden_size=8,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=implementation,
-    )
-    return transformers.BertModel(config).to(DOUBLE)
-
-
-def llama(implementation):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         intermediate_size=16,
         attn_implementation=implementation,
+        **options,
     )
-    return transformers.LlamaModel(config).to(DOUBLE)
+    return getattr(transformers, f"{name}Model")(config).to(DOUBLE)
+
+
+MODELS = {
+    "Bert": {
+        "num_attention_heads": 2,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    "Llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
 
 
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -106,10 +100,10 @@ def test_multihead_attention_with_padding():
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("build", [bert, llama])
-def test_hugging_face(build):
+@pytest.mark.parametrize("name", list(MODELS))
+def test_hugging_face(name):
     x = torch.randn(2, 5, 8, dtype=DOUBLE)
-    fused, eager = build("sdpa"), build("eager")
+    fused, eager = (hugging_face(name, how, **MODELS[name]) for how in ("sdpa", "eager"))
     eager.load_state_dict(fused.state_dict())
     with cm.sdpa_replaced():
         ours = derivatives(of_embeddings(fused), x)

@@ -123,9 +123,8 @@ def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
     if getattr(_inside, "depth", 0):
         return scaled_dot_product_attention(*args, **kwargs)
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if hasattr(
-        mask, "variant"
-    ):  # torch's causal bias looks for its function under the name we hold
+    # torch's causal bias looks for its function under the name that we hold meanwhile
+    if hasattr(mask, "variant"):
         return type(mask)._dispatch(*args, **kwargs)
     return _torch_function(*args, **kwargs)
 

@@ -374,15 +374,19 @@ def has_nan(tensors: Iterable[Tensor]) -> bool:
 
 
 def _without_garbage(program: Program, arguments: Named) -> Arguments:
-    """Zeros for NaN and infinity in what belongs to keys.
+    """Zeros where a key or a value is NaN or infinite, in it and in its tangents and cotangents.
 
     A hidden key has weight zero, and 0 * NaN would spoil sums that it has no part in. A query that
     does see such a key is not whitewashed: its G or mean is NaN already, and so are its results.
     """
-    return {
-        name: x.nan_to_num(0.0, 0.0, 0.0) if program.indices[name] == "j" else x
-        for name, x in arguments.items()
-    }
+
+    def cleaned(name: str, x: Tensor) -> Tensor:
+        source = arguments.get("value" if "value" in name else "key")
+        if program.indices[name] != "j" or source is None:
+            return x
+        return torch.where(source.isfinite(), x, 0.0)
+
+    return {name: cleaned(name, x) for name, x in arguments.items()}
 
 
 def batch_first(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
