@@ -14,7 +14,7 @@ import cumulant as cm
 SOURCE = Path(cm.__file__).parent
 
 # From the bottom up; a layer may import itself and what stands before it.
-LAYERS = ["errors", "kernels", "attention", "bench", "cli"]
+LAYERS = ["errors", "kernels", "measures", "attention", "bench", "cli"]
 
 
 def layer_of(module: str) -> str | None:
@@ -62,10 +62,31 @@ def test_only_distributed_imports_torch_distributed():
 def test_public_surface():
     assert sorted(cm.__all__) == [
         "Attended",
+        "Bernoulli",
+        "Beta",
+        "Binomial",
+        "Categorical",
+        "Dirichlet",
+        "Empirical",
+        "Exponential",
+        "FixedShapeGamma",
+        "Gamma",
+        "Gaussian",
+        "GaussianMixture",
+        "Geometric",
         "InputError",
+        "Measure",
+        "Mixture",
+        "Normal",
+        "Poisson",
+        "VonMisesFisher",
         "attend",
         "attend_packed",
+        "from_torch",
+        "maximum_entropy",
         "merge",
+        "posterior",
+        "project",
         "scaled_dot_product_attention",
         "sdpa_replaced",
     ]

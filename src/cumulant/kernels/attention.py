@@ -402,15 +402,20 @@ def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> 
 
 @eager
 def expectation(
-    function: TileFunction, name: str, arguments: Mapping[str, Tensor], options: Options
+    function: TileFunction,
+    name: str,
+    arguments: Mapping[str, Tensor],
+    options: Options,
+    *,
+    width: int = 1,
 ) -> Tensor:
-    """A further scalar per query, given G: one of ``formulas``' functions summed over tiles."""
+    """A further row of `width` per query, given G: one of ``formulas``' functions over tiles."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
     program = Program(
         function=with_scale(function, options.scale),
         indices=INDEX,
-        results=(Result(name, "i", (*batch, m, 1)),),
+        results=(Result(name, "i", (*batch, m, width)),),
         grid=(m, n),
         band=options.band,
     )

@@ -34,6 +34,7 @@ INDEX = {
     "entropy": "i",
     "score_mean": "i",
     "broken": "j",
+    "center": "",
 }
 
 
@@ -260,3 +261,11 @@ def score_variance(tile: Tile, a: Arguments) -> Arguments:
     s_mn = tile.work.matmul(a["query"], a["key"].mT)
     s_mn = tile.work.sub(s_mn, a["score_mean"])
     return {"score_variance": row_sum(tile.work.mul(tile.work.mul(p_mn, s_mn), s_mn))}
+
+
+def second_moment(tile: Tile, a: Arguments) -> Arguments:
+    """The upper triangle of E[(k - c)(k - c)'] about a center c, row after row."""
+    k_nd = a["key"] - a["center"]
+    d = k_nd.shape[-1]
+    pairs = torch.cat([k_nd[..., i : i + 1] * k_nd[..., i:] for i in range(d)], -1)
+    return {"second_moment": weights(tile, a) @ pairs}

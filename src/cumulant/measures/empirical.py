@@ -1,0 +1,264 @@
+"""Weighted points: the measure behind attention (THEORY T1, T7, T8)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.kernels import formulas
+from cumulant.kernels.attention import Moments, Options, attention, expectation
+from cumulant.measures.checks import broadcast, finite, log_masses, numbers
+from cumulant.measures.measure import Measure
+from cumulant.measures.newton import Problem
+
+__all__ = ["Empirical", "maximum_entropy"]
+
+
+class Empirical(Measure):
+    """Weights on points: G(eta) = log sum_j w_j exp<x_j, eta> (T1).
+
+    ``mean`` is softmax attention with queries eta (and no 1/sqrt(d)), keys and values x. All of it
+    streams over the points, so memory is linear in M + N.
+
+    Args:
+        points: ``(*batch, N, d)``.
+        log_weights: ``(*batch, N)``, used as they are; -inf takes a point out. The counting
+            measure (all zero) if left out.
+        values: ``(*batch, N, e)``, attached to the points for `value_mean`.
+
+    Raises:
+        InputError: no points, numbers that are not finite, weights that are all zero, shapes that
+            do not fit.
+
+    >>> import torch, cumulant as cm
+    >>> die = cm.Empirical(torch.arange(1.0, 7.0)[:, None])
+    >>> die.mean(torch.zeros(1, 1)), die.log_normalizer(torch.zeros(1, 1)).exp()
+    (tensor([[3.5000]]), tensor([6.]))
+    """
+
+    _parameters: ClassVar[Mapping[str, int]] = {"points": 2, "log_weights": 1, "values": 2}
+
+    def __init__(
+        self, points: Tensor, log_weights: Tensor | None = None, values: Tensor | None = None
+    ) -> None:
+        given = {"points": points, "log_weights": log_weights, "values": values}
+        got, self._weak = numbers("Empirical", **{n: x for n, x in given.items() if x is not None})
+        self.points = finite("Empirical", "points", got["points"])
+        if self.points.ndim < 2 or 0 in self.points.shape[-2:]:
+            raise InputError(
+                "Empirical: points must have shape (..., N, d) with N and d at least 1, but have "
+                f"{tuple(self.points.shape)}. One-dimensional points go in as x[:, None]."
+            )
+        n = self.points.shape[-2]
+        self.log_weights, self.values = got.get("log_weights"), got.get("values")
+        shapes = {"points": self.points.shape[:-2]}
+        if self.log_weights is not None:
+            log_masses("Empirical", "log_weights", self.log_weights, n)
+            shapes["log_weights"] = self.log_weights.shape[:-1]
+        if self.values is not None:
+            finite("Empirical", "values", self.values)
+            if self.values.ndim < 2 or self.values.shape[-2] != n:
+                raise InputError(
+                    f"Empirical: values must have shape (..., {n}, e), one row for each point, but "
+                    f"have {tuple(self.values.shape)}."
+                )
+            shapes["values"] = self.values.shape[:-2]
+        broadcast("Empirical", **shapes)
+
+    @property
+    def dimension(self) -> int:
+        return self.points.shape[-1]
+
+    def _arguments(self, eta: Tensor, points: Tensor) -> dict[str, Tensor]:
+        """The kernels' named arguments; keys relative to their center, the largest weight one."""
+        out = {"query": eta, "key": points}
+        if self.log_weights is not None:
+            out["bias"] = (self.log_weights - self._top())[..., None, :]
+        rank = eta.ndim
+        return {n: x[(None,) * (rank - x.ndim)] for n, x in out.items()}
+
+    def _center(self) -> Tensor:
+        """A constant near the points: taking it off keeps the digits of far-off clouds."""
+        return self.points.detach().mean(-2, keepdim=True)
+
+    def _top(self) -> Tensor:
+        if self.log_weights is None:
+            return self.points.new_zeros(1)
+        return self.log_weights.detach().amax(-1, keepdim=True)
+
+    def _moments(self, eta: Tensor, value: Tensor | None = None, entropy: bool = False) -> Moments:
+        """Attention about the center, with values relative to it unless others are given."""
+        points = self.points - self._center()
+        arguments = self._arguments(eta, points)
+        value = points if value is None else value
+        arguments["value"] = value[(None,) * (eta.ndim - value.ndim)]
+        return attention(arguments, Options(entropy=entropy))
+
+    def _lifted(self, eta: Tensor, moments: Moments) -> Tensor:
+        along = (eta * self._center()).sum(-1)
+        return moments.log_normalizer[..., 0] + along + self._top()
+
+    def _log_normalizer(self, eta: Tensor) -> Tensor:
+        return self._lifted(eta, self._moments(eta, self.points[..., :0]))
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._moments(eta).mean + self._center()
+
+    def _value_and_mean(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        moments = self._moments(eta)
+        return self._lifted(eta, moments), moments.mean + self._center()
+
+    def _covariance(self, eta: Tensor) -> Tensor:
+        # In double precision: peaked weights leave differences far below the points themselves.
+        double = self._to(eta.dtype if eta.device.type == "mps" else torch.float64)
+        return double._spread(eta.to(double.dtype)).to(eta.dtype)
+
+    def _spread(self, eta: Tensor) -> Tensor:
+        """Cov[x] = E[(x - c)(x - c)'] - (E[x] - c)(E[x] - c)', c amid the means."""
+        d = self.dimension
+        moments = self._moments(eta)
+        center = moments.mean.detach().mean(-2, keepdim=True)
+        arguments = self._arguments(eta, self.points - self._center())
+        arguments |= {"log_normalizer": moments.log_normalizer, "center": center}
+        packed = expectation(
+            formulas.second_moment, "second_moment", arguments, Options(), width=d * (d + 1) // 2
+        )
+        away = moments.mean - center
+        return unpack(packed, d) - away[..., :, None] * away[..., None, :]
+
+    def _relative_entropy(self, eta: Tensor) -> Tensor:
+        """-H - E[log w], with H summed as p log p: the plain difference would cancel (T7)."""
+        if self.log_weights is None:
+            entropy = self._moments(eta, self.points[..., :0], entropy=True).entropy
+            return -_column(entropy)
+        removed = self.log_weights == -math.inf
+        value = self.log_weights.masked_fill(removed, 0.0)[..., None]
+        moments = self._moments(eta, value, entropy=True)
+        return -_column(moments.entropy) - moments.mean[..., 0]
+
+    def _problem(self) -> Problem:
+        floor = self.points.new_zeros(1)
+        if self.log_weights is not None:
+            alive = self.log_weights > -math.inf
+            floor = torch.where(alive, self.log_weights, math.inf).amin(-1, keepdim=True)
+        single = self._to(torch.float32)
+
+        def rough(eta: Tensor) -> Tensor:
+            return single._spread(eta.to(single.dtype)).to(eta.dtype)
+
+        return Problem(self._value_and_mean, self._covariance, rough=rough, floor=floor)
+
+    def value_mean(self, eta: Tensor | None = None) -> Tensor:
+        """E[v] ``(*batch, M, e)``: the attention output. Its derivative in eta is Cov[v, x] (T1).
+
+        >>> import torch, cumulant as cm
+        >>> h = cm.Empirical(torch.eye(2), values=torch.tensor([[1.0], [3.0]]))
+        >>> h.value_mean(torch.zeros(1, 2))
+        tensor([[2.]])
+        """
+        if self.values is None:
+            raise InputError("value_mean: this measure has no values; give Empirical(values=...).")
+        entry = self._enter("value_mean", eta=eta)
+        measure = entry.measure
+        return entry.finish(measure._moments(*entry.arguments, measure.values).mean, 1)
+
+    def probabilities(self, eta: Tensor | None = None) -> Tensor:
+        """p(j | eta) ``(*batch, M, N)``, the attention weights: the one M x N array, on request."""
+        entry = self._enter("probabilities", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        log_p = measure._scores(eta) - measure._log_normalizer(eta)[..., None]
+        return entry.finish(log_p.exp(), 1)
+
+    def _scores(self, eta: Tensor) -> Tensor:
+        scores = eta @ self.points.mT
+        return scores if self.log_weights is None else scores + self.log_weights[..., None, :]
+
+    def _sample(self, eta: Tensor, n: int) -> Tensor:
+        """Inverse transform: a row of cumulative weights at a time, some rows together."""
+        batch, (m, d) = eta.shape[:-2], eta.shape[-2:]
+        points = self.points.expand(*batch, *self.points.shape[-2:])
+        drawn = points.new_empty(n, *batch, m, d)
+        step = max(1, 2**22 // (points.shape[-2] * max(1, math.prod(batch))))
+        for start in range(0, m, step):
+            rows = slice(start, start + step)
+            scores = self._scores(eta[..., rows, :]).double()
+            heights = (scores - scores.amax(-1, keepdim=True)).exp().cumsum(-1)
+            level = torch.rand(*heights.shape[:-1], n, dtype=heights.dtype, device=eta.device)
+            index = torch.searchsorted(heights, (1 - level) * heights[..., -1:])
+            flat = index.flatten(-2)[..., None].expand(*batch, -1, d)
+            some = points.gather(-2, flat).unflatten(-2, (-1, n))
+            drawn[..., rows, :] = some.movedim(-2, 0)
+        return drawn
+
+    def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
+        mass = self._log_mass(x)
+        here = (x * eta).sum(-1) + torch.where(mass == -math.inf, 0.0, mass)
+        return torch.where(mass == -math.inf, mass, here - self._log_normalizer(eta))
+
+    def _log_mass(self, x: Tensor) -> Tensor:
+        """log h({x}): the total weight of the points equal to x."""
+        parts: list[Tensor] = []
+        step = max(1, 2**22 // (self.points.numel() * max(1, math.prod(x.shape[:-2]))))
+        for piece in x.split(step, -2):
+            same = (piece[..., :, None, :] == self.points[..., None, :, :]).all(-1)
+            logs = x.new_zeros(1) if self.log_weights is None else self.log_weights[..., None, :]
+            parts.append(torch.where(same, logs, -math.inf).logsumexp(-1))
+        return torch.cat(parts, -1) if parts else x.new_zeros(x.shape[:-1])
+
+
+def _column(x: Tensor | None) -> Tensor:
+    if x is None:
+        raise RuntimeError("the kernel was asked for the entropy and did not return it")
+    return x[..., 0]
+
+
+def unpack(packed: Tensor, d: int) -> Tensor:
+    """The symmetric matrix ``(..., d, d)`` with this upper triangle, row after row."""
+    first, second = torch.triu_indices(d, d, device=packed.device)
+    place = torch.empty(d, d, dtype=torch.long, device=packed.device)
+    place[first, second] = place[second, first] = torch.arange(len(first), device=packed.device)
+    return packed[..., place]
+
+
+def maximum_entropy(
+    points: Tensor, moments: Tensor | float, *, log_weights: Tensor | None = None
+) -> Tensor:
+    """The least committed probabilities on points, or features of them, with given means (T8).
+
+    Among all p with sum_j p_j x_j = moments these have the largest entropy (relative to the given
+    weights, the smallest KL); they are the tilted measure p_j ∝ w_j exp<x_j, eta>.
+
+    Args:
+        points: ``(*batch, N, d)``, or ``(N,)`` for d = 1; functions of the outcomes.
+        moments: the mean asked for, ``(*batch, d)``, or a number for d = 1.
+        log_weights: ``(*batch, N)``, the prior; uniform if left out.
+
+    Returns:
+        ``(*batch, N)``, summing to one; differentiable.
+
+    Raises:
+        InputError: no probabilities have these moments, or only some that vanish on points.
+
+    Jaynes' die, whose throws average 4.5 instead of 3.5:
+
+    >>> import torch, cumulant as cm
+    >>> cm.maximum_entropy(torch.arange(1.0, 7.0), 4.5)
+    tensor([0.0544, 0.0788, 0.1142, 0.1654, 0.2398, 0.3475])
+    """
+    got, _ = numbers("maximum_entropy", points=points, moments=moments)
+    points, target = got["points"], got["moments"]
+    if points.ndim == 1:
+        points, target = points[:, None], target[..., None]
+    measure = Empirical(points, log_weights)
+    if target.ndim == 0 or target.shape[-1] != measure.dimension:
+        raise InputError(
+            f"maximum_entropy: moments must have shape (..., {measure.dimension}), one for each "
+            f"column of the points, but have {tuple(target.shape)}."
+        )
+    eta = measure.link(target[..., None, :])
+    return measure.probabilities(eta)[..., 0, :].to(points.dtype)

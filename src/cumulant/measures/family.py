@@ -1,0 +1,284 @@
+"""Exponential families, p(x | theta) = b(x) exp(<u(x), theta> - A(theta)).
+
+Tilting by eta adds eta to the natural parameter theta (THEORY T2), so with theta the member that h
+is, G(eta) = A(theta + eta) - A(theta), and everything else is A and its derivatives.
+
+Shapes: theta is ``(*batch, R, d)``, where R is 1 unless the measure was tilted by R natural
+parameters at once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from cumulant.errors import InputError
+from cumulant.measures.calculus import gradient, jacobian
+from cumulant.measures.checks import numbers
+from cumulant.measures.measure import Measure, wide
+from cumulant.measures.newton import (
+    Code,
+    Link,
+    Problem,
+    Status,
+    checked,
+    newton_step,
+    no_frame,
+    on_tape,
+    solve,
+)
+
+__all__ = ["ExponentialFamily"]
+
+
+class ExponentialFamily(Measure):
+    """A member of an exponential family, as a measure to tilt: theta becomes theta + eta (T2)."""
+
+    _parameters: ClassVar[Mapping[str, int]] = {"_theta": 2}
+    _theta: Tensor
+
+    # What a family supplies -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _potential(self, theta: Tensor) -> Tensor:
+        """A(theta), up to a constant."""
+
+    @abstractmethod
+    def _distribution(self, theta: Tensor) -> Distribution:
+        """torch's distribution with this natural parameter, of batch shape ``(*batch, M)``."""
+
+    @abstractmethod
+    def _log_base(self, x: Tensor) -> Tensor:
+        """log b(x), with the constant that `_potential` leaves out; -inf outside the support."""
+
+    @abstractmethod
+    def _hull(self, mean: Tensor) -> Tensor:
+        """`Code` of each mean: inside the convex hull of u's support, on its boundary, outside."""
+
+    def _gradient(self, theta: Tensor) -> Tensor:
+        return gradient(self._potential, theta)
+
+    def _increment(self, theta: Tensor, eta: Tensor) -> Tensor:
+        """A(theta + eta) - A(theta)."""
+        return self._potential(theta + eta) - self._potential(theta)
+
+    def _valid(self, theta: Tensor) -> Tensor | None:
+        """Where A is finite; None if everywhere."""
+        return None
+
+    def _inverse(self, mean: Tensor) -> Tensor:
+        """The theta with that mean, for means inside the hull; by Newton's method if left out."""
+        return _by_newton(self, mean)
+
+    def _start(self, mean: Tensor) -> Tensor:
+        """Where Newton's method starts looking for theta."""
+        raise NotImplementedError
+
+    def statistic(self, x: Tensor) -> Tensor:
+        """u(x) ``(..., d)``: x itself unless the family says otherwise."""
+        return x
+
+    def _event(self, x: Tensor) -> Tensor:
+        """torch's event as the last dimension of x."""
+        return x[..., None]
+
+    # The measure ----------------------------------------------------------------------------------
+
+    @property
+    def dimension(self) -> int:
+        return self._theta.shape[-1]
+
+    def _row_count(self) -> int:
+        return self._theta.shape[-2]
+
+    def _log_normalizer(self, eta: Tensor) -> Tensor:
+        return self._increment(self._theta, eta)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self._gradient(self._theta + eta)
+
+    def _inside(self, eta: Tensor) -> Tensor | None:
+        return self._valid(self._theta + eta)
+
+    def _tilted(self, eta: Tensor) -> Measure:
+        return self._rebuilt({"_theta": self._theta + eta})
+
+    def _sample(self, eta: Tensor, n: int) -> Tensor:
+        distribution = cast(Any, self._distribution(self._theta + eta))
+        return self._event(distribution.sample((n,)))
+
+    def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
+        theta = self._theta + eta
+        base = self._log_base(x)
+        inside = base > -torch.inf
+        u = self.statistic(torch.where(inside[..., None], x, self._typical(x)))
+        product = torch.where(u == 0, 0.0, u * theta).sum(-1)
+        value = torch.where(inside, base, 0.0) + product - self._potential(theta)
+        return torch.where(inside, value, -torch.inf)
+
+    def _typical(self, x: Tensor) -> Tensor:
+        """Some point of the support, to stand in where x is none."""
+        return torch.zeros_like(x)
+
+    def _link(self, mean: Tensor, throw: bool) -> Link:
+        code = self._hull(mean)
+        fixed = ~self._theta.isfinite()
+        own = self._gradient(self._theta)
+        if code.ndim:  # a degenerate member cannot be tilted away from its one point
+            still = fixed.any(-1).expand(code.shape)
+            same = (mean - own).abs().amax(-1) <= 1e-6 * (1 + own.abs().amax(-1))
+            frozen = torch.where(same, int(Code.CONVERGED), int(Code.OUTSIDE))
+            code = torch.where(still, frozen, code)
+        good = (code == Code.CONVERGED)[..., None] & ~fixed
+        inner = torch.where(good, mean, self._interior(mean))
+        eta = torch.where(good, self._inverse(inner) - torch.where(fixed, 0.0, self._theta), 0.0)
+        return Link(eta, Status(checked(code, throw)))
+
+    def _interior(self, mean: Tensor) -> Tensor:
+        """Some mean inside the hull, to stand in where `mean` is not."""
+        return torch.full_like(mean, 0.5)
+
+    # Coordinates ----------------------------------------------------------------------------------
+
+    def _shown(self, x: Tensor, tail: int) -> Tensor:
+        """A parameter without the row dimension, unless there are several rows."""
+        x = x.to(torch.get_default_dtype()) if self._weak else x
+        return x if self._rows else x.squeeze(-1 - tail)
+
+    @property
+    def natural(self) -> Tensor:
+        """theta, ``(*batch, d)`` (``(*batch, M, d)`` after tilting by M natural parameters)."""
+        return self._shown(self._theta, 1)
+
+    @property
+    def expectation(self) -> Tensor:
+        """E[u] ``(*batch, d)``: the other coordinates of the same member."""
+        return self._shown(self._gradient(self._theta), 1)
+
+    @classmethod
+    def _empty(cls, d: int, **fixed: Any) -> Self:
+        """A family without a member yet; subclasses with further parameters set them."""
+        if fixed:
+            raise InputError(f"{cls.__name__} has no parameter {', '.join(fixed)} that is fixed.")
+        return cls.__new__(cls)
+
+    @classmethod
+    def from_natural(cls, natural: Tensor, **fixed: Any) -> Self:
+        """The member with natural parameter theta ``(*batch, d)``."""
+        got, weak = numbers(f"{cls.__name__}.from_natural", natural=natural)
+        theta = got["natural"]
+        if theta.ndim < 1:
+            raise InputError(f"{cls.__name__}.from_natural: natural must have shape (..., d).")
+        new = cls._empty(theta.shape[-1], **fixed)
+        new._theta, new._weak = theta[..., None, :], weak
+        new._check_size()
+        valid = new._valid(new._theta)
+        if valid is not None and not bool(valid.all()):
+            raise InputError(
+                f"{cls.__name__}.from_natural: some natural parameters lie outside the domain."
+            )
+        return new
+
+    @classmethod
+    def from_expectation(cls, expectation: Tensor, **fixed: Any) -> Self:
+        """The member with E[u] = expectation ``(*batch, d)`` (T11); differentiable."""
+        got, weak = numbers(f"{cls.__name__}.from_expectation", expectation=expectation)
+        mean = got["expectation"]
+        if mean.ndim < 1:
+            raise InputError(
+                f"{cls.__name__}.from_expectation: expectation must have shape (..., d)."
+            )
+        new = cls._empty(mean.shape[-1], **fixed)
+        new._theta, new._weak = torch.zeros_like(mean)[..., None, :], weak
+        new._check_size()
+        checked(new._hull(mean[..., None, :]), True)
+        new._theta = new._inverse(mean[..., None, :]).to(mean.dtype)
+        return new
+
+    def _check_size(self) -> None:
+        """Raise if the natural parameter has a size that this family cannot have."""
+        self._needs(1)
+
+    def _needs(self, d: int) -> None:
+        if self._theta.shape[-1] != d:
+            raise InputError(
+                f"{type(self).__name__} has {d} statistic{'s' * (d > 1)}, so parameters end in a "
+                f"dimension of {d}; got {self._theta.shape[-1]}."
+            )
+
+    def to_torch(self, eta: Tensor | None = None) -> Distribution:
+        """p_eta as a torch distribution of batch shape ``(*batch, M)``."""
+        entry = self._enter("to_torch", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        theta = measure._theta + eta
+        return measure._distribution(theta[..., 0, :] if entry.flat else theta)
+
+
+def interval(mean: Tensor, low: float | None, high: float | Tensor | None) -> Tensor:
+    """Codes for a mean of one statistic that must lie between two ends."""
+    x = mean[..., 0]
+    outside, boundary = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool)
+    if low is not None:
+        outside, boundary = outside | (x < low), boundary | (x == low)
+    if high is not None:
+        outside, boundary = outside | (x > high), boundary | (x == high)
+    return coded(outside, boundary)
+
+
+def coded(outside: Tensor, boundary: Tensor) -> Tensor:
+    """Codes from two masks."""
+    code = torch.where(boundary, int(Code.BOUNDARY), int(Code.CONVERGED))
+    return torch.where(outside, int(Code.OUTSIDE), code)
+
+
+def _by_newton(family: ExponentialFamily, mean: Tensor) -> Tensor:
+    """theta by damped Newton on A(theta) - <theta, mean>, with two last steps on the tape."""
+    kind = mean.dtype
+    family, mean, _ = wide(family, mean)
+    frame = no_frame(mean)
+    code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
+    found = solve(_Potential(family), mean, code, frame, True)
+    theta = found.value
+    if on_tape(mean, *(x for x, _ in family._leaves().values())):
+        problem = _Potential(family)._problem()
+        for _ in range(2):
+            theta = newton_step(problem, mean, theta, frame, found.status.converged)
+    return theta.to(kind)
+
+
+class _Potential:
+    """A as Newton's method sees it, independent of the member theta."""
+
+    def __init__(self, family: ExponentialFamily) -> None:
+        self.family = family
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.Size(())
+
+    def _leaves(self) -> dict[str, tuple[Tensor, int]]:
+        return {n: leaf for n, leaf in self.family._leaves().items() if n != "_theta"}
+
+    def _rebuilt(self, leaves: Mapping[str, Tensor]) -> _Potential:
+        return _Potential(self.family._rebuilt(leaves))
+
+    def _problem(self) -> Problem:
+        family = self.family
+
+        def value_and_gradient(theta: Tensor) -> tuple[Tensor, Tensor]:
+            valid = family._valid(theta)
+            if valid is None:
+                return family._potential(theta), family._gradient(theta)
+            safe = torch.where(valid[..., None], theta, family._start(family._interior(theta)))
+            value = torch.where(valid, family._potential(safe), torch.inf)
+            return value, family._gradient(safe)
+
+        def hessian(theta: Tensor) -> Tensor:
+            return jacobian(family._gradient, theta)
+
+        return Problem(value_and_gradient, hessian, start=family._start)

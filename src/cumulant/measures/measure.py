@@ -1,0 +1,482 @@
+"""Tilted measures: p(x | eta) = h(x) exp(<u(x), eta> - G(eta)) (THEORY T1, T7-T10).
+
+Shape legend: a measure stands for a batch of measures ``(*batch,)``; natural parameters eta are
+``(*batch, M, d)``, M of them for each; u(x) in R^d is the statistic that eta multiplies, and it is
+x itself unless a class says otherwise.
+
+A measure supplies `_log_normalizer`; gradients and Hessians follow from it, and classes that know
+them in closed form say so. Public methods check and broadcast once, the methods with an underscore
+take what they return.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self, overload
+from typing import Literal as Lit
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.measures.calculus import gradient, jacobian, pullback
+from cumulant.measures.checks import HALF, broadcast, require
+from cumulant.measures.newton import (
+    Code,
+    Link,
+    Problem,
+    Status,
+    newton_step,
+    on_tape,
+    solve,
+    whitening,
+)
+
+__all__ = ["Measure", "Tilted"]
+
+
+class _Entry(NamedTuple):
+    """A checked call: the measure in the precision of the computation, and the way back."""
+
+    measure: Any
+    arguments: list[Tensor]
+    flat: bool
+    dtype: torch.dtype
+
+    def finish(self, x: Tensor, tail: int) -> Tensor:
+        """In the caller's precision; `tail` dimensions follow the M natural parameters."""
+        x = x.squeeze(-1 - tail) if self.flat else x
+        return x.to(self.dtype)
+
+
+class Measure(ABC):
+    """A measure h that can be tilted; see the list of methods.
+
+    =============================== ===============================================================
+    `log_normalizer(eta)`           G(eta) ``(*batch, M)``; +inf outside the domain
+    `mean(eta)`                     E[u] ``(*batch, M, d)``, the gradient of G
+    `covariance(eta)`               Cov[u] ``(*batch, M, d, d)``, the Hessian of G
+    `fisher_vector_product(eta, v)` Cov[u] v, without the matrix
+    `relative_entropy(eta)`         KL(p_eta || h) = <eta, mean> - G
+    `kl(eta_p, eta_q)`              KL(p_eta_p || p_eta_q), a Bregman divergence of G
+    `link(mean)`                    the eta with that mean; `dual(mean)` is G* there
+    `tilt(eta)`                     p_eta, again a measure, normalized
+    `sample(eta, n)`                ``(n, *batch, M, d)``; `log_prob(x, eta)`: log density or mass
+    =============================== ===============================================================
+
+    Everything but samples is differentiable, in eta and in the measure's own parameters. A single
+    eta ``(d,)`` gives results without the dimension M; leaving eta out is eta = 0. Batch dimensions
+    broadcast. Outside its domain a family has G = +inf and infinite mean, covariance and KL.
+    """
+
+    # Names of the tensors that make up the measure, and how many of their dimensions are not batch.
+    _parameters: ClassVar[Mapping[str, int]] = {}
+    # True where plain numbers were given: they take on the precision of eta.
+    _weak: bool = False
+    # True where the measure was tilted by several natural parameters at once.
+    _rows: bool = False
+
+    # What a class supplies ------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def dimension(self) -> int:
+        """d, the number of statistics."""
+
+    @abstractmethod
+    def _log_normalizer(self, eta: Tensor) -> Tensor:
+        """G for eta of the full shape ``(*batch, M, d)``, inside the domain."""
+
+    @abstractmethod
+    def _sample(self, eta: Tensor, n: int) -> Tensor:
+        """``(n, *batch, M, ...)``."""
+
+    @abstractmethod
+    def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
+        """log p(x | eta)."""
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return gradient(self._log_normalizer, eta)
+
+    def _product(self, eta: Tensor, vector: Tensor) -> Tensor:
+        """Cov[u] vector: the Jacobian of the mean is symmetric, so one reverse pass gives it."""
+        return pullback(self._mean, eta)[1](vector)
+
+    def _covariance(self, eta: Tensor) -> Tensor:
+        return jacobian(self._mean, eta)
+
+    def _value_and_mean(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        return self._log_normalizer(eta), self._mean(eta)
+
+    def _relative_entropy(self, eta: Tensor) -> Tensor:
+        return (eta * self._mean(eta)).sum(-1) - self._log_normalizer(eta)
+
+    def _inside(self, eta: Tensor) -> Tensor | None:
+        """Where eta lies in the domain; None if that is everywhere."""
+        return None
+
+    def _problem(self) -> Problem:
+        """What Newton's method minimizes to find the link."""
+        return Problem(self._value_and_mean, self._covariance)
+
+    def _link(self, mean: Tensor, throw: bool) -> Link:
+        return _by_newton(self, mean, throw)
+
+    # The tensors behind the measure ---------------------------------------------------------------
+
+    def _leaves(self) -> dict[str, tuple[Tensor, int]]:
+        """The tensors that make up the measure, each with its number of dimensions not batch."""
+        given = ((n, getattr(self, n), k) for n, k in self._parameters.items())
+        return {n: (x, k) for n, x, k in given if x is not None}
+
+    def _rebuilt(self, leaves: Mapping[str, Tensor]) -> Self:
+        """The same measure made of other tensors."""
+        new = copy.copy(self)
+        for name, x in leaves.items():
+            setattr(new, name, x)
+        return new
+
+    def _to(self, dtype: torch.dtype) -> Self:
+        if dtype == self.dtype:
+            return self
+        return self._rebuilt({n: x.to(dtype) for n, (x, _) in self._leaves().items()})
+
+    def _detached(self) -> Self:
+        return self._rebuilt({n: x.detach() for n, (x, _) in self._leaves().items()})
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The shape of the batch of measures."""
+        return torch.broadcast_shapes(*(x.shape[: x.ndim - k] for x, k in self._leaves().values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the measure's own parameters."""
+        return next(iter(self._leaves().values()))[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the measure's parameters live."""
+        return next(iter(self._leaves().values()))[0].device
+
+    def __repr__(self) -> str:
+        batch = tuple(self.batch_shape)
+        return f"{type(self).__name__}(dimension={self.dimension}, batch_shape={batch})"
+
+    # The public edge ------------------------------------------------------------------------------
+
+    def _enter(self, call: str, **given: Tensor | None) -> _Entry:
+        """Check natural parameters or means, and bring them to ``(*batch, M, d)``."""
+        owner = f"{type(self).__name__}.{call}"
+        d = self.dimension
+        tensors: dict[str, Tensor] = {}
+        for name, x in given.items():
+            if x is None:
+                kind = torch.get_default_dtype() if self._weak else self.dtype
+                x = torch.zeros(d, dtype=kind, device=self.device)
+            elif not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                try:
+                    x = torch.as_tensor(x, dtype=torch.get_default_dtype(), device=self.device)
+                except (TypeError, ValueError, RuntimeError):
+                    kind = type(x).__name__
+                    raise InputError(f"{owner}: {name} must be a tensor, not {kind}.") from None
+            if x.is_complex() or x.ndim < 1 or x.shape[-1] != d:
+                raise InputError(
+                    f"{owner}: {name} must be real with shape (..., M, {d}) or ({d},), the last "
+                    f"dimension being that of the measure; got {tuple(x.shape)} {x.dtype}."
+                    + (" Add a dimension with x[..., None]." if d == 1 else "")
+                )
+            if x.device != self.device:
+                raise InputError(
+                    f"{owner}: {name} is on {x.device}, the measure on {self.device}: move one."
+                )
+            require(x.isfinite(), lambda name=name: f"{owner}: {name} must be finite.")
+            tensors[name] = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+        output = None if self._weak else self.dtype
+        for x in tensors.values():
+            output = x.dtype if output is None else torch.promote_types(output, x.dtype)
+        halves = [x.dtype for x in tensors.values() if x.dtype in HALF]
+        if len(halves) == len(tensors) and self.dtype != torch.float64:
+            output = halves[0]  # half precision in, half precision out
+        output = output or torch.get_default_dtype()
+        compute = torch.float32 if output in HALF else output
+        flat = all(x.ndim == 1 for x in tensors.values()) and not self._rows
+        rows = [(x if x.ndim > 1 else x[None]).to(compute) for x in tensors.values()]
+        # The rows of a tilted measure pair off with those of eta, so they broadcast together.
+        shapes = {n: x.shape[:-1] for n, x in zip(tensors, rows, strict=True)}
+        full = broadcast(owner, measure=(*self.batch_shape, self._row_count()), **shapes)
+        rows = [x.expand(*full, d) for x in rows]
+        return _Entry(self._to(compute), rows, flat, output)
+
+    def _row_count(self) -> int:
+        return 1
+
+    def log_normalizer(self, eta: Tensor | None = None) -> Tensor:
+        """G(eta) = log of the integral of h exp<u, eta> (T1); +inf outside the domain."""
+        entry = self._enter("log_normalizer", eta=eta)
+        return entry.finish(entry.measure._guarded(*entry.arguments), 0)
+
+    def _guarded(self, eta: Tensor) -> Tensor:
+        inside = self._inside(eta)
+        if inside is None:
+            return self._log_normalizer(eta)
+        safe = torch.where(inside[..., None], eta, 0.0)
+        return torch.where(inside, self._log_normalizer(safe), float("inf"))
+
+    def mean(self, eta: Tensor | None = None) -> Tensor:
+        """E[u] under p_eta: the gradient of G (T1)."""
+        entry = self._enter("mean", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        return entry.finish(_where_inside(measure, eta, measure._mean, 1), 1)
+
+    def covariance(self, eta: Tensor | None = None) -> Tensor:
+        """Cov[u] under p_eta: the Hessian of G and the Jacobian of the mean (T1)."""
+        entry = self._enter("covariance", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        return entry.finish(_where_inside(measure, eta, measure._covariance, 2), 2)
+
+    def fisher_vector_product(self, eta: Tensor | None, vector: Tensor) -> Tensor:
+        """Cov[u] vector, without forming the matrix (T1)."""
+        entry = self._enter("fisher_vector_product", eta=eta, vector=vector)
+        measure, (eta, vector) = entry.measure, entry.arguments
+
+        def product(eta: Tensor) -> Tensor:
+            return measure._product(eta, vector)
+
+        return entry.finish(_where_inside(measure, eta, product, 1), 1)
+
+    def relative_entropy(self, eta: Tensor | None = None) -> Tensor:
+        """KL(p_eta || h) = <eta, E[u]> - G(eta), which is G* at the mean (T7).
+
+        Where h is not a probability, such as the counting measure, this is the integral of
+        p log(p / h) all the same: minus the Shannon entropy for counting.
+        """
+        entry = self._enter("relative_entropy", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        return entry.finish(_where_inside(measure, eta, measure._relative_entropy, 0), 0)
+
+    def kl(self, eta_p: Tensor | None, eta_q: Tensor | None) -> Tensor:
+        """KL(p || q) = G(eta_q) - G(eta_p) - <eta_q - eta_p, E_p[u]> (T10)."""
+        entry = self._enter("kl", eta_p=eta_p, eta_q=eta_q)
+        measure, (p, q) = entry.measure, entry.arguments
+
+        def divergence(p: Tensor) -> Tensor:
+            slope = ((q - p) * measure._mean(p)).sum(-1)
+            return _not_negative(measure._guarded(q) - measure._log_normalizer(p) - slope)
+
+        return entry.finish(_where_inside(measure, p, divergence, 0), 0)
+
+    @overload
+    def link(self, mean: Tensor, *, throw: Lit[True] = True) -> Tensor: ...
+
+    @overload
+    def link(self, mean: Tensor, *, throw: Lit[False]) -> Link: ...
+
+    def link(self, mean: Tensor, *, throw: bool = True) -> Tensor | Link:
+        """The eta whose mean is `mean`, of smallest norm: the canonical link (T8).
+
+        It exists exactly for means in the relative interior of the convex hull of u's support.
+
+        Args:
+            mean: ``(*batch, M, d)``.
+            throw: raise where no eta exists; otherwise return `Link`, a pair of the value (finite,
+                but without meaning where the status is not converged) and a `Status`.
+
+        Raises:
+            InputError: a mean on the boundary of the hull or outside it; the message counts them.
+        """
+        entry = self._enter("link", mean=mean)
+        found: Link = entry.measure._link(*entry.arguments, throw)
+        value = entry.finish(found.value, 1)
+        return value if throw else Link(value, Status(_code(entry, found)))
+
+    def dual(self, mean: Tensor) -> Tensor:
+        """G*(mean) = max over eta of <eta, mean> - G(eta) (T7, T8); +inf outside the hull."""
+        entry = self._enter("dual", mean=mean)
+        measure, (mean,) = entry.measure, entry.arguments
+        found: Link = measure._link(mean, False)
+        value = (found.value * mean).sum(-1) - measure._log_normalizer(found.value)
+        return entry.finish(torch.where(found.status.outside, float("inf"), value), 0)
+
+    def tilt(self, eta: Tensor) -> Measure:
+        """p_eta as a measure of its own, normalized: tilt(a).tilt(b) is tilt(a + b) (T2).
+
+        With M natural parameters it stands for M measures, and theirs pair off: an eta of the
+        result has M rows, or one for all.
+        """
+        entry = self._enter("tilt", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        inside = measure._inside(eta)
+        if inside is not None:
+            require(
+                inside,
+                lambda: f"{type(self).__name__}.tilt: some eta lie outside the domain (G = +inf).",
+            )
+        out: Measure = measure._tilted(eta)
+        out._rows = not entry.flat
+        return out
+
+    def _tilted(self, eta: Tensor) -> Measure:
+        return Tilted(self, eta)
+
+    def sample(self, eta: Tensor | None = None, n: int = 1) -> Tensor:
+        """n draws from p_eta for each eta: ``(n, *batch, M, d)`` (no gradient)."""
+        if not isinstance(n, int) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"sample: n must be a whole number >= 0, not {n!r}.")
+        entry = self._enter("sample", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        inside = measure._inside(eta)
+        if inside is not None:
+            require(
+                inside,
+                lambda: (
+                    f"{type(self).__name__}.sample: some eta lie outside the domain (G = +inf)."
+                ),
+            )
+        with torch.no_grad():
+            return entry.finish(measure._sample(eta, n), 1)
+
+    def log_prob(self, x: Tensor, eta: Tensor | None = None) -> Tensor:
+        """log p(x | eta): log density, or log mass where the support is discrete.
+
+        Args:
+            x: points ``(..., M, d)``, paired with eta as samples are; more dimensions may lead.
+            eta: ``(*batch, M, d)``.
+
+        Returns:
+            ``(..., M)``; -inf outside the support.
+        """
+        entry = self._enter("log_prob", eta=eta)
+        measure, (eta,) = entry.measure, entry.arguments
+        x = torch.as_tensor(x, device=self.device).to(eta.dtype)
+        size = measure._event_size()
+        if x.ndim < 1 or x.shape[-1] != size:
+            raise InputError(
+                f"{type(self).__name__}.log_prob: x must have shape (..., M, {size}), but has "
+                f"{tuple(x.shape)}." + (" Add a dimension with x[..., None]." if size == 1 else "")
+            )
+        require(~x.isnan(), lambda: f"{type(self).__name__}.log_prob: x holds NaN.")
+        flat = entry.flat and x.ndim == 1
+        x = x[None] if x.ndim == 1 else x
+        broadcast(f"{type(self).__name__}.log_prob", x=x.shape[:-1], eta=eta.shape[:-1])
+
+        def density(eta: Tensor) -> Tensor:
+            return measure._log_density(x, eta)
+
+        value = _where_inside(measure, eta, density, 0)
+        return entry._replace(flat=flat).finish(value, 0)
+
+    def _event_size(self) -> int:
+        """How many numbers one x is."""
+        return self.dimension
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean ``(*batch, k)`` and covariance ``(*batch, k, k)`` of x itself, untilted."""
+        return self.mean(), self.covariance()
+
+
+class Tilted(Measure):
+    """p_eta of a measure that is not closed under tilting in small memory: base and shift."""
+
+    def __init__(self, base: Measure, shift: Tensor) -> None:
+        self.base = base
+        self.shift = shift
+
+    def _leaves(self) -> dict[str, tuple[Tensor, int]]:
+        inner = {"base." + n: leaf for n, leaf in self.base._leaves().items()}
+        return {**inner, "shift": (self.shift, 2)}
+
+    def _rebuilt(self, leaves: Mapping[str, Tensor]) -> Self:
+        new = copy.copy(self)
+        inner = {n.removeprefix("base."): x for n, x in leaves.items() if n.startswith("base.")}
+        new.base = self.base._rebuilt(inner)
+        new.shift = leaves.get("shift", self.shift)
+        return new
+
+    def _row_count(self) -> int:
+        return self.shift.shape[-2]
+
+    @property
+    def dimension(self) -> int:
+        return self.base.dimension
+
+    def _log_normalizer(self, eta: Tensor) -> Tensor:
+        return self.base._log_normalizer(self.shift + eta) - self.base._log_normalizer(self.shift)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return self.base._mean(self.shift + eta)
+
+    def _covariance(self, eta: Tensor) -> Tensor:
+        return self.base._covariance(self.shift + eta)
+
+    def _product(self, eta: Tensor, vector: Tensor) -> Tensor:
+        return self.base._product(self.shift + eta, vector)
+
+    def _inside(self, eta: Tensor) -> Tensor | None:
+        return self.base._inside(self.shift + eta)
+
+    def _link(self, mean: Tensor, throw: bool) -> Link:
+        found = self.base._link(mean, throw)
+        return Link(found.value - self.shift, found.status)
+
+    def _tilted(self, eta: Tensor) -> Measure:
+        return Tilted(self.base, self.shift + eta)
+
+    def _sample(self, eta: Tensor, n: int) -> Tensor:
+        return self.base._sample(self.shift + eta, n)
+
+    def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
+        return self.base._log_density(x, self.shift + eta)
+
+    def _event_size(self) -> int:
+        return self.base._event_size()
+
+
+def _where_inside(measure: Measure, eta: Tensor, function: Any, tail: int) -> Tensor:
+    """`function(eta)`, +inf outside the domain; `tail` dimensions follow the rows."""
+    inside = measure._inside(eta)
+    if inside is None:
+        return function(eta)
+    value = function(torch.where(inside[..., None], eta, 0.0))
+    return torch.where(inside[(..., *(None,) * tail)], value, float("inf"))
+
+
+def _not_negative(x: Tensor) -> Tensor:
+    """Rounding below zero taken off the value, not off the derivatives."""
+    return x + (-x).clamp_min(0.0).detach()
+
+
+def _code(entry: _Entry, found: Link) -> Tensor:
+    return found.status.code.squeeze(-1) if entry.flat else found.status.code
+
+
+def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
+    """Measure and means in double precision, and the rounding of what was given."""
+    resolution = torch.finfo(mean.dtype).eps
+    kind = mean.dtype if mean.device.type == "mps" else torch.float64
+    return measure._to(kind), mean.to(kind), resolution
+
+
+def _by_newton(measure: Measure, mean: Tensor, throw: bool) -> Link:
+    """The link by Newton's method.
+
+    The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
+    Newton step squares the error, also that of a formal power series in whatever moves, so from
+    the solution one step makes the first derivative exact and two make it the third.
+    """
+    measure, mean, resolution = wide(measure, mean)
+    still = measure._detached()
+    zero = mean.new_zeros(1, measure.dimension).expand(*measure.batch_shape, 1, -1)
+    frame, off = whitening(
+        still._mean(zero), still._covariance(zero)[..., 0, :, :], mean.detach(), resolution
+    )
+    code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
+    found = solve(measure, mean, code, frame, throw)
+    if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
+        return found
+    eta, problem = found.value, measure._problem()
+    for _ in range(2):
+        eta = newton_step(problem, mean, eta, frame, found.status.converged)
+    return Link(eta, found.status)

@@ -1,0 +1,381 @@
+"""Damped Newton's method for the canonical link: minimize G(eta) - <eta, mean> (THEORY T8).
+
+Rows ``(*batch, M)`` are solved together, each with its own step length and its own end. Everything
+runs in double precision; the Newton decrement lambda^2 = g' H^-1 g, which is twice the remaining
+gap in nats and does not depend on coordinates, decides convergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cumulant.errors import InputError
+
+__all__ = [
+    "Code",
+    "Frame",
+    "Link",
+    "Problem",
+    "Status",
+    "checked",
+    "newton_step",
+    "no_frame",
+    "on_tape",
+    "solve",
+    "whitening",
+]
+
+# Twice the gap in nats after the last step, as the contraction so far foretells it.
+_GAP = 1e-24
+_STEPS = 200
+# A factor of the Hessian is kept while a step with it shrinks the gap to this part.
+_KEEP = 1e-3
+# Pivots below this, relative to the untilted measure, are not left to single precision.
+_DOUBTFUL = 1e-4
+# A direction whose variance has shrunk to this part of the untilted one has met the boundary.
+_VANISHED = 1e3 * torch.finfo(torch.float64).eps
+
+
+class Code(IntEnum):
+    """What became of one mean."""
+
+    CONVERGED = 0
+    BOUNDARY = 1
+    OUTSIDE = 2
+    STALLED = 3
+
+
+_DIAGNOSIS = {
+    Code.BOUNDARY: "lie on the boundary of the convex hull of the support, where eta is infinite",
+    Code.OUTSIDE: "lie outside the convex hull of the support, so that no eta has them",
+    Code.STALLED: "were not reached: rounding stopped Newton's method, so rescale the points",
+}
+
+
+class Status(NamedTuple):
+    """What became of each mean: `code` holds members of `Code`, ``(*batch, M)``."""
+
+    code: Tensor
+
+    @property
+    def converged(self) -> Tensor:
+        return self.code == Code.CONVERGED
+
+    @property
+    def boundary(self) -> Tensor:
+        return self.code == Code.BOUNDARY
+
+    @property
+    def outside(self) -> Tensor:
+        return self.code == Code.OUTSIDE
+
+    def __str__(self) -> str:
+        return diagnosis(self.code) or f"all {self.code.numel()} means have a natural parameter"
+
+
+def diagnosis(code: Tensor) -> str:
+    """The failures in words; empty if there are none."""
+    counts = ((text, int((code == kind).sum())) for kind, text in _DIAGNOSIS.items())
+    return "; ".join(f"{n} of {code.numel()} means {text}" for text, n in counts if n)
+
+
+class Link(NamedTuple):
+    """Natural parameters ``(*batch, M, d)`` and what became of each mean."""
+
+    value: Tensor
+    status: Status
+
+
+class _Checked(torch.autograd.Function):
+    """The identity on codes that raises where one is bad, inside vmap too."""
+
+    @staticmethod
+    def forward(code: Tensor) -> Tensor:
+        if bool((code != Code.CONVERGED).any()):
+            raise InputError(
+                f"link: {diagnosis(code)}. Pass throw=False for the status of each, or move the "
+                "means inside."
+            )
+        return code.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None,)
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], code: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Checked.apply(code), in_dims[0]
+
+
+def checked(code: Tensor, throw: bool) -> Tensor:
+    """`code`, or an error that counts the failures."""
+    return cast(Tensor, _Checked.apply(code)) if throw else code
+
+
+class Problem(NamedTuple):
+    """A convex function of eta ``(*batch, M, d)``, its gradient and Hessian.
+
+    `floor` ``(*batch, 1)`` marks finite support: inside the hull G - <eta, mean> never falls below
+    the smallest log-weight, so falling below it proves that the mean lies outside.
+    """
+
+    value_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]]
+    hessian: Callable[[Tensor], Tensor]
+    rough: Callable[[Tensor], Tensor] | None = None  # the Hessian in single precision
+    floor: Tensor | None = None
+    start: Callable[[Tensor], Tensor] | None = None
+
+
+class Frame(NamedTuple):
+    """Coordinates z with eta = W z in which the untilted covariance is one.
+
+    `idle` directions are orthogonal to the affine span of the support: nothing moves there, W is
+    zero on them, and eta stays of smallest norm.
+    """
+
+    whiten: Tensor  # (*batch, d, d): W
+    idle: Tensor  # (*batch, d)
+
+
+def whitening(
+    center: Tensor, covariance: Tensor, mean: Tensor, resolution: float
+) -> tuple[Frame, Tensor]:
+    """The frame of a measure, and which of the means lie off its affine span.
+
+    `resolution` is the rounding of the numbers the caller gave.
+    """
+    d, rounding = covariance.shape[-1], torch.finfo(covariance.dtype).eps
+    variances, axes = torch.linalg.eigh(covariance)
+    largest = variances[..., -1:].clamp_min(0.0)
+    idle = variances <= d * max(100 * rounding, (16 * resolution) ** 2) * largest
+    width = torch.where(idle, 1.0, variances).sqrt()
+    whiten = axes * torch.where(idle, 0.0, 1 / width)[..., None, :]
+    away = mean - center
+    off = torch.linalg.vector_norm((away @ axes) * idle[..., None, :], dim=-1)
+    size = largest.sqrt() + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
+    return Frame(whiten, idle), off > max(1e4 * rounding, 100 * resolution) * size
+
+
+def no_frame(like: Tensor) -> Frame:
+    """The coordinates as they are, for eta of d statistics."""
+    eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return Frame(eye, eye[0] > 1)
+
+
+def _curvature(hessian: Callable[[Tensor], Tensor], eta: Tensor, frame: Frame) -> Tensor:
+    """The Hessian in the frame, one on the idle directions."""
+    whiten = frame.whiten[..., None, :, :]
+    inner = whiten.mT @ hessian(eta) @ whiten
+    return inner + torch.diag_embed(frame.idle.to(inner.dtype))[..., None, :, :]
+
+
+def newton_step(
+    problem: Problem, mean: Tensor, eta: Tensor, frame: Frame, moving: Tensor
+) -> Tensor:
+    """One full Newton step, differentiable; rows that are not `moving` stay."""
+    curvature = _curvature(problem.hessian, eta, frame)
+    eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
+    curvature = torch.where(moving[..., None, None], curvature, eye)
+    slope = (mean - problem.value_and_gradient(eta)[1]) @ frame.whiten
+    slope = torch.where(moving[..., None], slope, 0.0)
+    step = torch.linalg.solve(curvature, slope[..., None])[..., 0]
+    return eta + step @ frame.whiten.mT
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    return x[..., rows, :]
+
+
+def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+    """Cholesky factors of the Hessian, and their smallest squared pivots; 0 where there is none."""
+
+    def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
+        factor, info = torch.linalg.cholesky_ex(_curvature(hessian, eta, frame))
+        pivot = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
+        return factor, torch.where((info == 0) & (pivot > 0), pivot, 0.0)
+
+    # Single precision resolves curvature only where the axes differ little in length.
+    lengths = torch.linalg.vector_norm(frame.whiten, dim=-2)
+    shortest = torch.where(frame.idle, torch.inf, lengths).amin(-1)
+    if problem.rough is None or bool((lengths.amax(-1) > 100 * shortest).any()):
+        return factored(problem.hessian, eta)
+    factor, pivot = factored(problem.rough, eta)
+    rows = _any(pivot < _DOUBTFUL)
+    if len(rows):
+        factor[..., rows, :, :], pivot[..., rows] = factored(problem.hessian, _take(eta, rows))
+    return factor, pivot
+
+
+def _any(mask: Tensor) -> Tensor:
+    """The rows that are marked in some member of the batch."""
+    return mask.reshape(-1, mask.shape[-1]).any(0).nonzero()[:, 0]
+
+
+def minimize(problem: Problem, mean: Tensor, frame: Frame, code: Tensor) -> tuple[Tensor, Tensor]:
+    """(eta, code) for all rows, given the codes known before; no derivatives are recorded."""
+    d = mean.shape[-1]
+    eta = torch.zeros_like(mean) if problem.start is None else problem.start(mean)
+    active = code == Code.CONVERGED
+    code = torch.where(active, int(Code.STALLED), code)
+    G, gradient = problem.value_and_gradient(eta)
+    gap = G - (eta * mean).sum(-1)
+    eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
+    factor = eye.expand(*eta.shape, d).clone()
+    pivot = torch.ones_like(gap)
+    # In the frame of the untilted measure the Hessian at zero is one.
+    stale = torch.full_like(active, problem.start is not None)
+    before = torch.zeros_like(gap)
+    for _ in range(_STEPS):
+        old = _any(active & stale)
+        if len(old):
+            factor[..., old, :, :], pivot[..., old] = _factor(problem, _take(eta, old), frame)
+        rows = _any(active)
+        if len(rows) == 0:
+            break
+        here, target, f = _take(eta, rows), _take(mean, rows), gap[..., rows]
+        whole = torch.where((pivot[..., rows] > 0)[..., None, None], factor[..., rows, :, :], eye)
+        slope = (target - _take(gradient, rows)) @ frame.whiten
+        step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
+        decrement, last = (step * slope).sum(-1), before[..., rows]
+        foretold = decrement * (decrement / last).clamp_max(1.0).nan_to_num(1.0)
+        settled = (foretold <= _GAP) | ((decrement < 1e-12) & (decrement > last / 2))
+        ends = [(settled & (pivot[..., rows] > 0), Code.CONVERGED)]
+        if problem.floor is not None:
+            below = f < problem.floor - 1e-9 * (1 + problem.floor.abs())
+            ends += [(below, Code.OUTSIDE), (pivot[..., rows] < _VANISHED, Code.BOUNDARY)]
+        going, fate = active[..., rows], code[..., rows]
+        for reached, kind in ends:
+            fate = torch.where(going & reached, int(kind), fate)
+            going = going & ~reached
+        direction = step @ frame.whiten.mT
+        last_step = direction * (fate == Code.CONVERGED)[..., None] * active[..., rows, None]
+        (new, value, slope), moved = _search(problem, target, here, f, direction, decrement, going)
+        eta[..., rows, :] = new + last_step
+        gap[..., rows], gradient[..., rows, :] = value, slope
+        stuck = going & ~moved & ~stale[..., rows]  # with a kept factor: try a fresh one
+        fate = torch.where(going & ~moved & (decrement < 1e-8), int(Code.CONVERGED), fate)
+        code[..., rows] = fate
+        active[..., rows] = (going & moved) | (stuck & (fate != Code.CONVERGED))
+        slope = (target - slope) @ frame.whiten
+        ahead = (slope * torch.cholesky_solve(slope[..., None], whole)[..., 0]).sum(-1)
+        stale[..., rows] = (ahead > _KEEP * decrement) | ~moved
+        before[..., rows] = decrement
+    return eta, code
+
+
+def _search(
+    problem: Problem,
+    mean: Tensor,
+    eta: Tensor,
+    gap: Tensor,
+    direction: Tensor,
+    decrement: Tensor,
+    going: Tensor,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Halve each row's step until the function has fallen enough (Armijo)."""
+    m = mean.shape[-2]
+    new_eta, new_gap = eta.clone(), gap.clone()
+    new_gradient = torch.zeros_like(eta)
+    moved = torch.zeros_like(going)
+    rows = torch.arange(m, device=mean.device)
+    length = 1.0
+    while len(rows) and length > 1e-12:
+        here, f = _take(eta, rows), gap[..., rows]
+        trial = here + length * _take(direction, rows) * going[..., rows, None]
+        G, gradient = problem.value_and_gradient(trial)
+        value = G - (trial * _take(mean, rows)).sum(-1)
+        slack = 8 * torch.finfo(value.dtype).eps * (1 + f.abs() + G.nan_to_num(0, 0, 0).abs())
+        enough = f - 1e-4 * length * decrement[..., rows] + slack
+        good = (value <= enough) & gradient.isfinite().all(-1)
+        fresh = (good | ~going[..., rows]) & ~moved[..., rows]
+        new_eta[..., rows, :] = torch.where(fresh[..., None], trial, _take(new_eta, rows))
+        new_gap[..., rows] = torch.where(fresh, value, new_gap[..., rows])
+        new_gradient[..., rows, :] = torch.where(
+            fresh[..., None], gradient, _take(new_gradient, rows)
+        )
+        moved[..., rows] |= fresh
+        rows = (~moved).reshape(-1, m).any(0).nonzero()[:, 0]
+        length /= 2
+    return (new_eta, new_gap, new_gradient), moved & going
+
+
+def on_tape(*tensors: Tensor) -> bool:
+    """Whether somebody may want derivatives in these tensors."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    if any(wrapped(x) for x in tensors):
+        return True
+    inside = forward_ad._current_level >= 0
+    return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+class _Solve(torch.autograd.Function):
+    """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
+
+    @staticmethod
+    def forward(measure: Any, names: tuple[str, ...], throw: bool, *tensors: Tensor) -> Any:
+        mean, code, whiten, idle, *rest = tensors
+        problem = measure._rebuilt(dict(zip(names, rest, strict=True)))._problem()
+        eta, code = minimize(problem, mean, Frame(whiten, idle), code)
+        return eta, checked(code, throw)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        measure: Any,
+        names: tuple[str, ...],
+        throw: bool,
+        *tensors: Tensor,
+    ) -> Any:
+        front = [
+            x if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[3:], strict=True)
+        ]
+        for i, own in ((0, 2), (1, 1)):  # means and codes carry the new dimension, always
+            batch = tensors[0].shape if in_dims[3] is None else front[0].shape[1:]
+            shape = (info.batch_size, *batch[: len(batch) - 2 + own])
+            front[i] = front[i].expand(shape)
+        return _Solve.apply(measure, names, throw, *front), (0, 0)
+
+
+def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool) -> Link:
+    """The link of every mean whose code is good, as constants without derivatives."""
+    rank = max(len(measure.batch_shape), mean.ndim - 2)
+
+    def aligned(x: Tensor, own: int) -> Tensor:
+        return x.detach()[(None,) * (rank + own - x.ndim)]
+
+    leaves = measure._leaves()
+    tensors = [aligned(mean, 2), aligned(code, 1), aligned(frame.whiten, 2), aligned(frame.idle, 1)]
+    tensors += [aligned(x, own) for x, own in leaves.values()]
+    eta, code = _Solve.apply(measure, tuple(leaves), throw, *tensors)
+    return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))

@@ -1,0 +1,153 @@
+"""The von Mises-Fisher family on the unit sphere (THEORY T6, T32)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from cumulant.errors import InputError
+from cumulant.measures.bessel import sphere
+from cumulant.measures.checks import finite, numbers, require
+from cumulant.measures.family import ExponentialFamily, coded
+
+__all__ = ["VonMisesFisher"]
+
+
+class VonMisesFisher(ExponentialFamily):
+    """Directions on the unit sphere of R^d, theta = kappa * direction: exp<theta, x> (T6).
+
+    G(eta) = F(||theta + eta||) - F(||theta||), F the log of the sphere's Laplace transform; the
+    mean is A_d(||theta + eta||) along theta + eta, A_d a ratio of Bessel functions. Computed in
+    double precision, stable for every concentration from 0 up. d = 1 is the two points -1 and 1.
+
+    Args:
+        mean_direction: ``(*batch, d)``, not zero; scaled to length one for you.
+        concentration: kappa >= 0, ``(*batch,)``; 0 is the uniform law.
+
+    >>> import torch, cumulant as cm
+    >>> h = cm.VonMisesFisher(torch.tensor([0.0, 0.0, 1.0]), 0.0)
+    >>> h.mean(torch.tensor([[0.0, 0.0, 1.0]]))  # coth(1) - 1
+    tensor([[0.0000, 0.0000, 0.3130]])
+    """
+
+    def __init__(self, mean_direction: Tensor, concentration: Tensor | float) -> None:
+        owner = "VonMisesFisher"
+        got, self._weak = numbers(owner, mean_direction=mean_direction, concentration=concentration)
+        direction, kappa = (
+            finite(owner, "mean_direction", got["mean_direction"]),
+            got["concentration"],
+        )
+        if direction.ndim < 1 or direction.shape[-1] < 1:
+            raise InputError(f"{owner}: mean_direction must have shape (..., d).")
+        require(
+            (kappa >= 0) & kappa.isfinite(),
+            lambda: (
+                f"{owner}: concentration must be >= 0 and finite, but goes down to "
+                f"{float(kappa.min()):.6g}; to turn the other way, negate mean_direction."
+            ),
+        )
+        length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+        require(length > 0, lambda: f"{owner}: mean_direction must not be zero.")
+        try:
+            self._theta = (direction / length * kappa[..., None])[..., None, :]
+        except RuntimeError:
+            raise InputError(
+                f"{owner}: mean_direction {tuple(direction.shape)} and concentration "
+                f"{tuple(kappa.shape)} do not broadcast."
+            ) from None
+
+    def _check_size(self) -> None:
+        """Any dimension will do."""
+
+    @property
+    def concentration(self) -> Tensor:
+        """kappa, the length of theta."""
+        return self._shown(torch.linalg.vector_norm(self._theta, dim=-1), 0)
+
+    @property
+    def mean_direction(self) -> Tensor:
+        """theta over its length; the first axis where that is zero."""
+        kappa = torch.linalg.vector_norm(self._theta, dim=-1, keepdim=True)
+        first = torch.zeros_like(self._theta)
+        first[..., 0] = 1.0
+        unit = torch.where(kappa > 0, self._theta / torch.where(kappa > 0, kappa, 1.0), first)
+        return self._shown(unit, 1)
+
+    def _bessel(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        wide = theta if theta.device.type == "mps" else theta.double()
+        return sphere(theta.shape[-1], wide.square().sum(-1))
+
+    def _potential(self, theta: Tensor) -> Tensor:
+        return self._bessel(theta)[0].to(theta.dtype)
+
+    def _increment(self, theta: Tensor, eta: Tensor) -> Tensor:
+        change = self._bessel(theta.double() + eta.double())[0] - self._bessel(theta)[0]
+        return change.to(eta.dtype)
+
+    def _gradient(self, theta: Tensor) -> Tensor:
+        return (self._bessel(theta)[1][..., None] * theta).to(theta.dtype)
+
+    def _covariance(self, eta: Tensor) -> Tensor:
+        # The radial variance cancels at large concentrations: double precision.
+        double = self._to(torch.float64)
+        return super(VonMisesFisher, double)._covariance(eta.double()).to(eta.dtype)
+
+    def _hull(self, mean: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(mean, dim=-1)
+        return coded(length > 1, length == 1)
+
+    def _interior(self, mean: Tensor) -> Tensor:
+        return torch.zeros_like(mean)
+
+    def _start(self, mean: Tensor) -> Tensor:
+        # Banerjee et al. 2005.
+        square = mean.square().sum(-1, keepdim=True)
+        return mean * (mean.shape[-1] - square) / (1 - square).clamp_min(1e-300)
+
+    def _log_base(self, x: Tensor) -> Tensor:
+        """Minus the log of the sphere's area: densities are per area."""
+        d = x.shape[-1]
+        half = torch.tensor(d / 2, dtype=torch.float64)
+        area = torch.log(torch.tensor(2.0)) + half * torch.tensor(torch.pi).log() - half.lgamma()
+        slack = 1e2 * torch.finfo(x.dtype).eps
+        on = (torch.linalg.vector_norm(x, dim=-1) - 1).abs() <= slack
+        return torch.where(on, -area.to(x.dtype), -torch.inf)
+
+    def _distribution(self, theta: Tensor) -> td.Distribution:
+        raise InputError("VonMisesFisher: torch has no distribution of this kind.")
+
+    def _sample(self, eta: Tensor, n: int) -> Tensor:
+        """The component along theta by rejection (Wood 1994), then a direction across it."""
+        theta = (self._theta + eta).double()
+        d = theta.shape[-1]
+        kappa = torch.linalg.vector_norm(theta, dim=-1).expand(n, *theta.shape[:-1])
+        axis = theta / torch.where(kappa[0] > 0, kappa[0], 1.0)[..., None]
+        still = (kappa[0] == 0)[..., None] & (torch.arange(d, device=theta.device) == 0)
+        axis = torch.where(still, 1.0, axis)
+        along = _along(d, kappa)
+        across = torch.randn(n, *theta.shape, dtype=theta.dtype, device=theta.device)
+        across = across - (across * axis).sum(-1, keepdim=True) * axis
+        across = across / torch.linalg.vector_norm(across, dim=-1, keepdim=True).clamp_min(1e-300)
+        x = along[..., None] * axis + (1 - along**2).clamp_min(0).sqrt()[..., None] * across
+        return (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(eta.dtype)
+
+
+def _along(d: int, kappa: Tensor) -> Tensor:
+    """<x, direction> of von Mises-Fisher draws."""
+    if d == 1:
+        return torch.where(torch.rand_like(kappa) < torch.sigmoid(2 * kappa), 1.0, -1.0).to(kappa)
+    m = d - 1
+    b = m / (2 * kappa + (4 * kappa**2 + m**2).sqrt())
+    x0 = (1 - b) / (1 + b)
+    c = kappa * x0 + m * (4 * b / (1 + b) ** 2).log()  # log(1 - x0^2)
+    ball = td.Beta(torch.tensor(m / 2, dtype=kappa.dtype), torch.tensor(m / 2, dtype=kappa.dtype))
+    out = torch.zeros_like(kappa)
+    open_ = torch.ones_like(kappa, dtype=torch.bool)
+    while bool(open_.any()):
+        z = ball.sample(kappa.shape)
+        w = (1 - (1 + b) * z) / (1 - (1 - b) * z)
+        accept = kappa * w + m * torch.log1p(-x0 * w) - c >= torch.rand_like(w).log()
+        out = torch.where(open_ & accept, w, out)
+        open_ = open_ & ~accept
+    return out
