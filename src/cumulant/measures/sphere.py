@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch import distributions as td
@@ -107,12 +109,11 @@ class VonMisesFisher(ExponentialFamily):
 
     def _log_base(self, x: Tensor) -> Tensor:
         """Minus the log of the sphere's area: densities are per area."""
-        d = x.shape[-1]
-        half = torch.tensor(d / 2, dtype=torch.float64)
-        area = torch.log(torch.tensor(2.0)) + half * torch.tensor(torch.pi).log() - half.lgamma()
+        half = x.shape[-1] / 2
+        area = math.log(2) + half * math.log(math.pi) - math.lgamma(half)
         slack = 1e2 * torch.finfo(x.dtype).eps
         on = (torch.linalg.vector_norm(x, dim=-1) - 1).abs() <= slack
-        return torch.where(on, -area.to(x.dtype), -torch.inf)
+        return torch.where(on, -area, -torch.inf).to(x.dtype)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
         raise InputError("VonMisesFisher: torch has no distribution of this kind.")
