@@ -1,8 +1,8 @@
 """The test case every measure goes through.
 
-A measure supplies `parameters(k)` (two different sets), `make(**parameters)` and `nodes(...)`: points
-u of its statistic with log-masses, by enumeration or numerical quadrature of a density that is not
-ours. Sums over these nodes are the oracle for everything; torch differentiates them.
+A measure supplies `parameters(k)` (two different sets), `make(**parameters)` and `nodes(...)`:
+points u of its statistic with log-masses, by enumeration or numerical quadrature of a density that
+is not ours. Sums over these nodes are the oracle for everything; torch differentiates them.
 """
 
 from __future__ import annotations

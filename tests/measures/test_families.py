@@ -54,10 +54,11 @@ class TestCounting(TestEmpirical):
     def points(self, points):
         return points, torch.zeros(len(points), dtype=DOUBLE)
 
-    def test_precision_follows_the_input(self, dtype=None):
+    @pytest.mark.parametrize("dtype", [torch.float32])
+    def test_precision_follows_the_input(self, dtype):
         """In single precision a value of 100 has no more digits than this."""
-        narrow, wide = self.measure(dtype=torch.float32), self.measure()
-        eta = self.eta(dtype=torch.float32)
+        narrow, wide = self.measure(dtype=dtype), self.measure()
+        eta = self.eta(dtype=dtype)
         error = narrow.covariance(eta) - wide.covariance(eta.double())
         assert error.abs().max() < 1e-4
 

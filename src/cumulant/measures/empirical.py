@@ -191,7 +191,7 @@ class Empirical(Measure):
             level = torch.rand(*heights.shape[:-1], n, dtype=heights.dtype, device=eta.device)
             index = torch.searchsorted(heights, (1 - level) * heights[..., -1:])
             flat = index.flatten(-2)[..., None].expand(*batch, -1, d)
-            some = points.gather(-2, flat).unflatten(-2, (-1, n))
+            some = points.gather(-2, flat).unflatten(-2, (index.shape[-2], n))
             drawn[..., rows, :] = some.movedim(-2, 0)
         return drawn
 

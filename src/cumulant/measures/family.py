@@ -215,8 +215,10 @@ class ExponentialFamily(Measure):
         """p_eta as a torch distribution of batch shape ``(*batch, M)``."""
         entry = self._enter("to_torch", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
-        theta = measure._theta + eta
-        return measure._distribution(theta[..., 0, :] if entry.flat else theta)
+        if entry.flat:  # one row, dropped from every parameter
+            leaves = {n: x[..., 0, :] for n, (x, _) in measure._leaves().items()}
+            measure, eta = measure._rebuilt(leaves), eta[..., 0, :]
+        return measure._distribution(measure._theta + eta)
 
 
 def interval(mean: Tensor, low: float | None, high: float | Tensor | None) -> Tensor:

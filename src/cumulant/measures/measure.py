@@ -315,7 +315,7 @@ class Measure(ABC):
                 lambda: f"{type(self).__name__}.tilt: some eta lie outside the domain (G = +inf).",
             )
         out: Measure = measure._tilted(eta)
-        out._rows = not entry.flat
+        out._rows, out._weak = not entry.flat, False
         return out
 
     def _tilted(self, eta: Tensor) -> Measure:

@@ -36,7 +36,7 @@ _GAP = 1e-24
 _STEPS = 200
 # A factor of the Hessian is kept while a step with it shrinks the gap to this part.
 _KEEP = 1e-3
-# Pivots below this, relative to the untilted measure, are not left to single precision.
+# Variances below this, relative to others or untilted, are not left to single precision.
 _DOUBTFUL = 1e-4
 # A direction whose variance has shrunk to this part of the untilted one has met the boundary.
 _VANISHED = 1e3 * torch.finfo(torch.float64).eps
@@ -143,12 +143,19 @@ class Problem(NamedTuple):
 class Frame(NamedTuple):
     """Coordinates z with eta = W z in which the untilted covariance is one.
 
-    `idle` directions are orthogonal to the affine span of the support: nothing moves there, W is
-    zero on them, and eta stays of smallest norm.
+    `idle` directions do not move: the support is flat there, and W is zero on them. `span` projects
+    on the directions of the support, which makes eta as short as it can be.
     """
 
     whiten: Tensor  # (*batch, d, d): W
     idle: Tensor  # (*batch, d)
+    span: Tensor  # (*batch, d, d)
+    narrow: Tensor  # (*batch, 1): the smallest eigenvalue of the correlations that is not idle
+
+    @property
+    def tails(self) -> tuple[int, ...]:
+        """How many dimensions of each tensor are not batch."""
+        return 2, 1, 2, 1
 
 
 def whitening(
@@ -156,24 +163,36 @@ def whitening(
 ) -> tuple[Frame, Tensor]:
     """The frame of a measure, and which of the means lie off its affine span.
 
-    `resolution` is the rounding of the numbers the caller gave.
+    Coordinates may be in different units, so rank is judged by correlations. `resolution` is the
+    rounding of the numbers the caller gave.
     """
     d, rounding = covariance.shape[-1], torch.finfo(covariance.dtype).eps
-    variances, axes = torch.linalg.eigh(covariance)
-    largest = variances[..., -1:].clamp_min(0.0)
-    idle = variances <= d * max(100 * rounding, (16 * resolution) ** 2) * largest
-    width = torch.where(idle, 1.0, variances).sqrt()
-    whiten = axes * torch.where(idle, 0.0, 1 / width)[..., None, :]
+    unit = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
+    # A coordinate whose spread is rounding of its own size does not vary.
+    unit = torch.where(unit <= 4 * rounding * center[..., 0, :].abs(), 0.0, unit)
+    inverse = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1.0), 0.0)
+    correlation = covariance * inverse[..., :, None] * inverse[..., None, :]
+    values, axes = torch.linalg.eigh(correlation)
+    idle = values <= d * max(100 * rounding, (16 * resolution) ** 2)
+    length = torch.where(idle, 1.0, values).sqrt()
+    whiten = inverse[..., :, None] * axes * torch.where(idle, 0.0, 1 / length)[..., None, :]
+    # What the support's directions cannot see: the null space of the covariance.
+    blind = torch.where(unit > 0, inverse, 1.0)[..., :, None] * axes * idle[..., None, :]
+    blind = blind / torch.linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
+    eye = torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    span = eye - blind @ torch.linalg.pinv(blind, rtol=1e-10)
     away = mean - center
-    off = torch.linalg.vector_norm((away @ axes) * idle[..., None, :], dim=-1)
-    size = largest.sqrt() + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
-    return Frame(whiten, idle), off > max(1e4 * rounding, 100 * resolution) * size
+    off = torch.linalg.vector_norm(away - away @ span, dim=-1)
+    size = unit.amax(-1)[..., None] + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
+    narrow = torch.where(idle, torch.inf, values).amin(-1, keepdim=True)
+    frame = Frame(whiten, idle, span, narrow)
+    return frame, off > max(1e4 * rounding, 100 * resolution) * size
 
 
 def no_frame(like: Tensor) -> Frame:
     """The coordinates as they are, for eta of d statistics."""
     eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    return Frame(eye, eye[0] > 1)
+    return Frame(eye, eye[0] > 1, eye, eye[0, :1])
 
 
 def _curvature(hessian: Callable[[Tensor], Tensor], eta: Tensor, frame: Frame) -> Tensor:
@@ -193,7 +212,7 @@ def newton_step(
     slope = (mean - problem.value_and_gradient(eta)[1]) @ frame.whiten
     slope = torch.where(moving[..., None], slope, 0.0)
     step = torch.linalg.solve(curvature, slope[..., None])[..., 0]
-    return eta + step @ frame.whiten.mT
+    return (eta + step @ frame.whiten.mT) @ frame.span
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
@@ -208,10 +227,7 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
         pivot = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
         return factor, torch.where((info == 0) & (pivot > 0), pivot, 0.0)
 
-    # Single precision resolves curvature only where the axes differ little in length.
-    lengths = torch.linalg.vector_norm(frame.whiten, dim=-2)
-    shortest = torch.where(frame.idle, torch.inf, lengths).amin(-1)
-    if problem.rough is None or bool((lengths.amax(-1) > 100 * shortest).any()):
+    if problem.rough is None or bool((frame.narrow < _DOUBTFUL).any()):
         return factored(problem.hessian, eta)
     factor, pivot = factored(problem.rough, eta)
     rows = _any(pivot < _DOUBTFUL)
@@ -220,9 +236,16 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
     return factor, pivot
 
 
+def _beyond(problem: Problem, eta: Tensor, mean: Tensor) -> Tensor:
+    """Whether eta, far out, separates the mean from all points: sup <x, eta> < <mean, eta>."""
+    far = 1e6 * eta
+    reach, height = problem.value_and_gradient(far)[0], (far * mean).sum(-1)
+    return reach - height < -1e-9 * (1 + reach.abs() + height.abs())
+
+
 def _any(mask: Tensor) -> Tensor:
     """The rows that are marked in some member of the batch."""
-    return mask.reshape(-1, mask.shape[-1]).any(0).nonzero()[:, 0]
+    return mask.flatten(0, -2).any(0).nonzero()[:, 0] if mask.ndim > 1 else mask.nonzero()[:, 0]
 
 
 def minimize(problem: Problem, mean: Tensor, frame: Frame, code: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +279,11 @@ def minimize(problem: Problem, mean: Tensor, frame: Frame, code: Tensor) -> tupl
         ends = [(settled & (pivot[..., rows] > 0), Code.CONVERGED)]
         if problem.floor is not None:
             below = f < problem.floor - 1e-9 * (1 + problem.floor.abs())
-            ends += [(below, Code.OUTSIDE), (pivot[..., rows] < _VANISHED, Code.BOUNDARY)]
+            ends.append((below, Code.OUTSIDE))
+            vanished = pivot[..., rows] < _VANISHED
+            if bool((vanished & active[..., rows]).any()):
+                ends.append((vanished & _beyond(problem, here, target), Code.OUTSIDE))
+            ends.append((vanished, Code.BOUNDARY))
         going, fate = active[..., rows], code[..., rows]
         for reached, kind in ends:
             fate = torch.where(going & reached, int(kind), fate)
@@ -287,11 +314,10 @@ def _search(
     going: Tensor,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Halve each row's step until the function has fallen enough (Armijo)."""
-    m = mean.shape[-2]
     new_eta, new_gap = eta.clone(), gap.clone()
     new_gradient = torch.zeros_like(eta)
     moved = torch.zeros_like(going)
-    rows = torch.arange(m, device=mean.device)
+    rows = torch.arange(mean.shape[-2], device=mean.device)
     length = 1.0
     while len(rows) and length > 1e-12:
         here, f = _take(eta, rows), gap[..., rows]
@@ -308,7 +334,7 @@ def _search(
             fresh[..., None], gradient, _take(new_gradient, rows)
         )
         moved[..., rows] |= fresh
-        rows = (~moved).reshape(-1, m).any(0).nonzero()[:, 0]
+        rows = _any(~moved)
         length /= 2
     return (new_eta, new_gap, new_gradient), moved & going
 
@@ -329,10 +355,10 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(measure: Any, names: tuple[str, ...], throw: bool, *tensors: Tensor) -> Any:
-        mean, code, whiten, idle, *rest = tensors
-        problem = measure._rebuilt(dict(zip(names, rest, strict=True)))._problem()
-        eta, code = minimize(problem, mean, Frame(whiten, idle), code)
-        return eta, checked(code, throw)
+        mean, code, *rest = tensors
+        frame, leaves = Frame(*rest[:4]), dict(zip(names, rest[4:], strict=True))
+        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code)
+        return eta @ frame.span, checked(code, throw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -375,7 +401,8 @@ def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool) -
         return x.detach()[(None,) * (rank + own - x.ndim)]
 
     leaves = measure._leaves()
-    tensors = [aligned(mean, 2), aligned(code, 1), aligned(frame.whiten, 2), aligned(frame.idle, 1)]
+    tensors = [aligned(mean, 2), aligned(code, 1)]
+    tensors += [aligned(x, own) for x, own in zip(frame, frame.tails, strict=True)]
     tensors += [aligned(x, own) for x, own in leaves.values()]
     eta, code = _Solve.apply(measure, tuple(leaves), throw, *tensors)
     return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))

@@ -83,7 +83,7 @@ def project(
     if isinstance(onto, Measure):
         expected = _expected(source, onto, onto._event_size(), weights, samples)
         tilted = onto._tilted(onto.link(expected[..., None, :]))
-        tilted._rows = False
+        tilted._rows = tilted._weak = False
         return tilted
     ours: Any = _FROM_TORCH.get(onto, onto) if isinstance(onto, type) else None
     if ours not in _CLASSES:
@@ -282,7 +282,9 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
             f"posterior: priors of batch shape {tuple(prior.batch_shape)} and observations "
             f"{tuple(y.shape)} do not broadcast."
         ) from None
-    return Posterior(member._tilted(shift), evidence)
+    updated = member._tilted(shift)
+    updated._weak = False
+    return Posterior(updated, evidence)
 
 
 def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,10 +74,12 @@ class Dirichlet(ExponentialFamily):
 
     def _start(self, mean: Tensor) -> Tensor:
         # For large a = sum a_k, E[log x_k] is near log m_k - (1/m_k - 1) / (2 a), m_k = a_k / a.
-        share = mean.exp()
-        missing = 1 - share.sum(-1, keepdim=True)
+        missing = 1 - mean.exp().sum(-1, keepdim=True)
         total = (mean.shape[-1] - 1) / 2 / missing.clamp_min(1e-300)
-        return total * share / share.sum(-1, keepdim=True) - 1
+        a = _inverse_digamma(mean + torch.digamma(total))
+        for _ in range(5):  # Minka's fixed point
+            a = _inverse_digamma(mean + torch.digamma(a.sum(-1, keepdim=True)))
+        return a - 1
 
     def _interior(self, mean: Tensor) -> Tensor:
         return mean.new_full((1,), -2.0).expand_as(mean) - torch.tensor(mean.shape[-1]).log()
@@ -95,6 +97,14 @@ class Dirichlet(ExponentialFamily):
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
         return td.Dirichlet(theta + 1, validate_args=False)
+
+
+def _inverse_digamma(y: Tensor) -> Tensor:
+    """The a with digamma(a) = y: Minka's guess and three steps of Newton's method."""
+    a = torch.where(y >= -2.22, y.exp() + 0.5, -1 / (y + 0.5772156649015329).clamp_max(-1e-3))
+    for _ in range(3):
+        a = a - (torch.digamma(a) - y) / torch.polygamma(1, a)
+    return a
 
 
 class Beta(Dirichlet):
