@@ -263,9 +263,17 @@ def score_variance(tile: Tile, a: Arguments) -> Arguments:
     return {"score_variance": row_sum(tile.work.mul(tile.work.mul(p_mn, s_mn), s_mn))}
 
 
-def second_moment(tile: Tile, a: Arguments) -> Arguments:
-    """The upper triangle of E[(k - c)(k - c)'] about a center c, row after row."""
+def moments(tile: Tile, a: Arguments) -> Arguments:
+    """Sums of p times 1, k - c and the upper triangle of (k - c)(k - c)', about a center c.
+
+    The mass is 1 up to the rounding of G; dividing by it takes that rounding out.
+    """
     k_nd = a["key"] - a["center"]
-    d = k_nd.shape[-1]
-    pairs = torch.cat([k_nd[..., i : i + 1] * k_nd[..., i:] for i in range(d)], -1)
-    return {"second_moment": weights(tile, a) @ pairs}
+    d, p_mn = k_nd.shape[-1], weights(tile, a)
+    ones = torch.ones_like(k_nd[..., :1])
+    if p_mn.shape[-2] == 1:  # one row: cheaper than writing all products of pairs
+        square = (k_nd * p_mn.mT).mT @ k_nd
+        pairs = [square[..., i : i + 1, i:] for i in range(d)]
+        return {"moments": torch.cat([p_mn @ torch.cat([ones, k_nd], -1), *pairs], -1)}
+    pairs = [k_nd[..., i : i + 1] * k_nd[..., i:] for i in range(d)]
+    return {"moments": p_mn @ torch.cat([ones, k_nd, *pairs], -1)}

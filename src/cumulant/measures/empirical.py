@@ -125,11 +125,10 @@ class Empirical(Measure):
         center = moments.mean.detach().mean(-2, keepdim=True)
         arguments = self._arguments(eta, self.points - self._center())
         arguments |= {"log_normalizer": moments.log_normalizer, "center": center}
-        packed = expectation(
-            formulas.second_moment, "second_moment", arguments, Options(), width=d * (d + 1) // 2
-        )
-        away = moments.mean - center
-        return unpack(packed, d) - away[..., :, None] * away[..., None, :]
+        width = d * (d + 1) // 2
+        sums = expectation(formulas.moments, "moments", arguments, Options(), width=1 + d + width)
+        mean, square = (sums[..., 1:] / sums[..., :1]).split([d, width], -1)
+        return unpack(square, d) - mean[..., :, None] * mean[..., None, :]
 
     def _relative_entropy(self, eta: Tensor) -> Tensor:
         """-H - E[log w], with H summed as p log p: the plain difference would cancel (T7)."""

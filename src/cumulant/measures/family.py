@@ -241,10 +241,10 @@ def coded(outside: Tensor, boundary: Tensor) -> Tensor:
 def _by_newton(family: ExponentialFamily, mean: Tensor) -> Tensor:
     """theta by damped Newton on A(theta) - <theta, mean>, with two last steps on the tape."""
     kind = mean.dtype
-    family, mean, _ = wide(family, mean)
+    family, mean, resolution = wide(family, mean)
     frame = no_frame(mean)
     code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
-    found = solve(_Potential(family), mean, code, frame, True)
+    found = solve(_Potential(family), mean, code, frame, True, resolution)
     theta = found.value
     if on_tape(mean, *(x for x, _ in family._leaves().values())):
         problem = _Potential(family)._problem()

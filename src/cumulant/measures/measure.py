@@ -473,7 +473,7 @@ def _by_newton(measure: Measure, mean: Tensor, throw: bool) -> Link:
         still._mean(zero), still._covariance(zero)[..., 0, :, :], mean.detach(), resolution
     )
     code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
-    found = solve(measure, mean, code, frame, throw)
+    found = solve(measure, mean, code, frame, throw, resolution)
     if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
         return found
     eta, problem = found.value, measure._problem()

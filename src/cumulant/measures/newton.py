@@ -31,8 +31,9 @@ __all__ = [
     "whitening",
 ]
 
-# Twice the gap in nats after the last step, as the contraction so far foretells it.
-_GAP = 1e-24
+# Twice the gap in nats after the last step, as the contraction so far foretells it; for numbers
+# that came in single precision, what that precision can show.
+_GAP = 1e-20
 _STEPS = 200
 # A factor of the Hessian is kept while a step with it shrinks the gap to this part.
 _KEEP = 1e-3
@@ -248,14 +249,21 @@ def _any(mask: Tensor) -> Tensor:
     return mask.flatten(0, -2).any(0).nonzero()[:, 0] if mask.ndim > 1 else mask.nonzero()[:, 0]
 
 
-def minimize(problem: Problem, mean: Tensor, frame: Frame, code: Tensor) -> tuple[Tensor, Tensor]:
-    """(eta, code) for all rows, given the codes known before; no derivatives are recorded."""
+def minimize(
+    problem: Problem, mean: Tensor, frame: Frame, code: Tensor, aim: float
+) -> tuple[Tensor, Tensor]:
+    """(eta, code) for all rows down to a gap of `aim`, given the codes known before."""
     d = mean.shape[-1]
-    eta = torch.zeros_like(mean) if problem.start is None else problem.start(mean)
+    if problem.start is None:  # all rows start alike, so one stands for all
+        eta, one = torch.zeros_like(mean), mean.new_zeros(*mean.shape[:-2], 1, d)
+        value, gradient = problem.value_and_gradient(one[..., : mean.shape[-2], :])
+        value, gradient = value.expand(mean.shape[:-1]), gradient.expand_as(mean).clone()
+    else:
+        eta = problem.start(mean)
+        value, gradient = problem.value_and_gradient(eta)
     active = code == Code.CONVERGED
     code = torch.where(active, int(Code.STALLED), code)
-    G, gradient = problem.value_and_gradient(eta)
-    gap = G - (eta * mean).sum(-1)
+    gap = value - (eta * mean).sum(-1)
     eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
     factor = eye.expand(*eta.shape, d).clone()
     pivot = torch.ones_like(gap)
@@ -275,7 +283,7 @@ def minimize(problem: Problem, mean: Tensor, frame: Frame, code: Tensor) -> tupl
         step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
         decrement, last = (step * slope).sum(-1), before[..., rows]
         foretold = decrement * (decrement / last).clamp_max(1.0).nan_to_num(1.0)
-        settled = (foretold <= _GAP) | ((decrement < 1e-12) & (decrement > last / 2))
+        settled = (foretold <= aim) | ((decrement < 1e-12) & (decrement > last / 2))
         ends = [(settled & (pivot[..., rows] > 0), Code.CONVERGED)]
         if problem.floor is not None:
             below = f < problem.floor - 1e-9 * (1 + problem.floor.abs())
@@ -350,15 +358,20 @@ def on_tape(*tensors: Tensor) -> bool:
     return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+class _How(NamedTuple):
+    throw: bool
+    aim: float
+
+
 class _Solve(torch.autograd.Function):
     """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
 
     @staticmethod
-    def forward(measure: Any, names: tuple[str, ...], throw: bool, *tensors: Tensor) -> Any:
+    def forward(measure: Any, names: tuple[str, ...], how: _How, *tensors: Tensor) -> Any:
         mean, code, *rest = tensors
         frame, leaves = Frame(*rest[:4]), dict(zip(names, rest[4:], strict=True))
-        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code)
-        return eta @ frame.span, checked(code, throw)
+        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code, how.aim)
+        return eta @ frame.span, checked(code, how.throw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -379,7 +392,7 @@ class _Solve(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         measure: Any,
         names: tuple[str, ...],
-        throw: bool,
+        how: _How,
         *tensors: Tensor,
     ) -> Any:
         front = [
@@ -390,10 +403,12 @@ class _Solve(torch.autograd.Function):
             batch = tensors[0].shape if in_dims[3] is None else front[0].shape[1:]
             shape = (info.batch_size, *batch[: len(batch) - 2 + own])
             front[i] = front[i].expand(shape)
-        return _Solve.apply(measure, names, throw, *front), (0, 0)
+        return _Solve.apply(measure, names, how, *front), (0, 0)
 
 
-def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool) -> Link:
+def solve(
+    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
+) -> Link:
     """The link of every mean whose code is good, as constants without derivatives."""
     rank = max(len(measure.batch_shape), mean.ndim - 2)
 
@@ -404,5 +419,6 @@ def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool) -
     tensors = [aligned(mean, 2), aligned(code, 1)]
     tensors += [aligned(x, own) for x, own in zip(frame, frame.tails, strict=True)]
     tensors += [aligned(x, own) for x, own in leaves.values()]
-    eta, code = _Solve.apply(measure, tuple(leaves), throw, *tensors)
+    how = _How(throw, max(_GAP, resolution**2))
+    eta, code = _Solve.apply(measure, tuple(leaves), how, *tensors)
     return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))
