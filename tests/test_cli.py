@@ -39,6 +39,20 @@ def test_bench_as_json_and_as_a_page(tmp_path):
     assert "| (1, 8, 1024, 64) | JVP, all tangents |" in page.read_text()
 
 
+def test_bench_measures(tmp_path):
+    page = tmp_path / "page.md"
+    out = run("bench", "measures", "--quick", "--rounds", "1", "--json", "-o", str(page))
+    assert out.returncode == 0, out.stderr
+    rows = json.loads(out.stdout)["rows"]
+    assert {row["quantity"] for row in rows} == {
+        "empirical mean",
+        "mixture G",
+        "mixture mean",
+        "empirical link",
+    }
+    assert "| 64 x 1000 x 8 | empirical link |" in page.read_text()
+
+
 def test_bad_input_is_one_line_and_exit_2(tmp_path):
     for arguments in (
         ["bench", "calculus", "--rounds", "0"],

@@ -65,3 +65,63 @@ def test_below_128_megabytes_at_16384(kind):
 def test_third_order_is_linear_too():
     """The scores alone would be 256 MB, and third order would hold many copies of them."""
     assert growth("third order", 8192) < 256
+
+
+MEASURES = """
+import json, sys
+import torch
+import cumulant as cm
+
+torch.set_num_threads(2)
+
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(x.split()[1]) / 1024 for x in f if x.startswith(field))
+
+def run(kind, m, n, d):
+    if kind == "link":
+        h = cm.Empirical(torch.randn(n, d))
+        mean = h.mean(0.2 * torch.randn(m, d))
+        return lambda: h.link(mean)
+    if kind == "link with gradient":
+        x = torch.randn(n, d, requires_grad=True)
+        mean = cm.Empirical(x.detach()).mean(0.2 * torch.randn(m, d)).requires_grad_()
+        return lambda: cm.Empirical(x).link(mean).square().sum().backward()
+    if kind == "large":
+        h = cm.Empirical(torch.randn(n, d))
+        eta = 0.3 * torch.randn(m, d)
+        return lambda: (h.log_normalizer(eta), h.mean(eta), h.relative_entropy(eta),
+                        h.fisher_vector_product(eta, eta), h.sample(eta[:512], 1))
+    h = cm.GaussianMixture(torch.randn(n, d), torch.rand(n, d) + 0.5)
+    eta = torch.randn(m, d) / d**0.5
+    return lambda: (h.log_normalizer(eta), h.mean(eta))
+
+kind, m, n, d = sys.argv[1], *map(int, sys.argv[2:])
+run(kind, 16, 64, d)()
+work = run(kind, m, n, d)
+before = status("VmRSS")
+work()
+print(json.dumps(status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+@pytest.mark.parametrize(
+    ("kind", "m", "n", "d", "limit"),
+    [
+        # N x N would be 800 MB and M x N x d 2600 MB, in double precision.
+        ("link", 1024, 10_000, 32, 300),
+        ("link with gradient", 256, 10_000, 32, 300),
+        # M x N would be 2000 MB.
+        ("large", 5_000, 100_000, 8, 200),
+        # M x N x d would be 4300 MB.
+        ("mixture", 4096, 4096, 64, 150),
+    ],
+)
+def test_measures_never_hold_the_product_of_points_and_parameters(kind, m, n, d, limit):
+    arguments = [kind, *map(str, (m, n, d))]
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURES, *arguments], capture_output=True, text=True, check=True
+    )
+    grown = json.loads(out.stdout)
+    assert grown < limit, grown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cumulant.bench.timing import Row, machine, markdown
+from cumulant.bench.timing import Row, machine, markdown, short
 from cumulant.errors import InputError
 
 bench = typer.Typer(
@@ -27,16 +28,24 @@ def about(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+Rounds = Annotated[
+    int, typer.Option(help="Rounds for short measurements; long ones take half as many.")
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="Small shapes only, to see that it runs; aims are meant for the full ones."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Also write a Markdown table here.")
+]
+
+
 @bench.command()
 def calculus(
-    rounds: Annotated[
-        int, typer.Option(help="Rounds for short shapes; long ones take half as many.")
-    ] = 7,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the smallest shape.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write a Markdown table here.")
-    ] = None,
+    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
 ) -> None:
     """Attention and its derivatives against torch's attention.
 
@@ -44,6 +53,34 @@ def calculus(
     """
     from cumulant.bench.calculus import run
 
+    title = "What the calculus of attention costs"
+    _measure("calculus", title, run, rounds, quick, as_json, output)
+
+
+@bench.command()
+def measures(
+    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+) -> None:
+    """Measures against the kernel, a broadcast torch expression and scipy's optimizers.
+
+    About three minutes and, for the broadcast expression, 13 GB; --quick takes ten seconds.
+    """
+    from cumulant.bench.measures import run
+
+    title = "What measures cost"
+    _measure("measures", title, run, rounds, quick, as_json, output)
+
+
+def _measure(
+    name: str,
+    title: str,
+    run: Callable[..., list[Row]],
+    rounds: int,
+    quick: bool,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Check, measure with a progress bar, print or write."""
     if rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
@@ -51,13 +88,12 @@ def calculus(
             raise InputError(f"--output: there is no folder {output.parent}; make it first.")
         if output.is_dir() or not os.access(output.parent, os.W_OK):
             raise InputError(f"--output: cannot write a file at {output}; name a file.")
-    errors = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=errors,
+        console=Console(stderr=True),
         transient=True,
     ) as progress:
         task = progress.add_task("measuring", total=None)
@@ -70,9 +106,9 @@ def calculus(
         except KeyboardInterrupt:
             typer.echo("cumulant: interrupted; nothing was written", err=True)
             raise typer.Exit(130) from None
-    command = "cumulant bench calculus" + (" --quick" if quick else "")
+    command = f"cumulant bench {name}" + (" --quick" if quick else "")
     if output is not None:
-        output.write_text(markdown("What the calculus of attention costs", command, rows))
+        output.write_text(markdown(title, command, rows))
     if as_json:
         report = {"machine": machine(), "rows": [r.as_dict() for r in rows]}
         typer.echo(json.dumps(report, indent=2))
@@ -84,7 +120,7 @@ def _show(rows: list[Row]) -> None:
     table = Table(title="Ratios of time (lower is better)", caption=machine())
     for name in ("shape", "quantity", "against"):
         table.add_column(name)
-    for name in ("ms", "ratio", "aim"):
+    for name in ("ours", "theirs", "ratio", "aim"):
         table.add_column(name, justify="right")
     for r in rows:
         style = "green" if r.met else "yellow"
@@ -92,8 +128,9 @@ def _show(rows: list[Row]) -> None:
             r.shape,
             r.quantity,
             r.against,
-            f"{r.milliseconds:.1f}",
-            f"[{style}]{r.ratio:.2f}[/{style}]",
-            f"{r.at_most:.2f}" + ("" if r.met else " missed"),
+            f"{r.amount:.1f} {r.unit}",
+            f"{r.baseline:.1f} {r.unit}",
+            f"[{style}]{short(r.ratio)}[/{style}]",
+            short(r.at_most) + ("" if r.met else " missed"),
         )
     Console().print(table)

@@ -182,7 +182,7 @@ class Empirical(Measure):
         batch, (m, d) = eta.shape[:-2], eta.shape[-2:]
         points = self.points.expand(*batch, *self.points.shape[-2:])
         drawn = points.new_empty(n, *batch, m, d)
-        step = max(1, 2**22 // (points.shape[-2] * max(1, math.prod(batch))))
+        step = max(1, 2**20 // (points.shape[-2] * max(1, math.prod(batch))))
         for start in range(0, m, step):
             rows = slice(start, start + step)
             scores = self._scores(eta[..., rows, :]).double()
