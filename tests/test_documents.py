@@ -1,4 +1,4 @@
-"""Every Python block of the README and every example runs."""
+"""Every Python block of the README and of the guides, and every example, runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def test_readme_snippets_run_in_order():
     assert tangent.isfinite().all()
     assert isinstance(second, torch.Tensor)
     assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("page", ["measures"])
+def test_guides_run_in_order(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

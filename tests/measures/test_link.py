@@ -94,6 +94,13 @@ def test_points_without_weight_do_not_widen_the_hull():
     assert codes.tolist() == [0, 1, 2]
 
 
+def test_weights_do_not_move_the_boundary():
+    for logs in (torch.full((6,), -20.0), torch.linspace(-30.0, 30.0, 6)):
+        h = cm.Empirical(DIE, logs.double())
+        codes = h.link(column(1.0, 1.1, 5.9, 6.0, 6.001, 0.99), throw=False).status.code
+        assert codes.tolist() == [1, 0, 0, 1, 2, 2]
+
+
 def test_points_of_very_different_sizes():
     """A mean between two points that lie close together beside a far one."""
     h = cm.Empirical(column(0.0, 1e-6, 1.0))
@@ -198,9 +205,9 @@ def test_convergence_is_quadratic(monkeypatch):
     decrements = []
     search = solver._search
 
-    def watched(problem, target, here, f, direction, decrement, going):
+    def watched(problem, target, now, direction, decrement, going):
         decrements.append(float(decrement.max()))
-        return search(problem, target, here, f, direction, decrement, going)
+        return search(problem, target, now, direction, decrement, going)
 
     monkeypatch.setattr(solver, "_search", watched)
     h.link(mean)

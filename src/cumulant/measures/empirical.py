@@ -140,6 +140,16 @@ class Empirical(Measure):
         moments = self._moments(eta, value, entropy=True)
         return -_column(moments.entropy) - moments.mean[..., 0]
 
+    def _extent(self) -> tuple[Tensor, Tensor]:
+        """Of the points that have any weight, counted alike: the hull knows no weights."""
+        count = torch.ones_like(self.points[..., :1])
+        if self.log_weights is not None:
+            count = count * (self.log_weights > -math.inf)[..., None]
+        share = count / count.sum(-2, keepdim=True)
+        center = (share * self.points).sum(-2, keepdim=True)
+        away = self.points - center
+        return center, (share * away).mT @ away
+
     def _problem(self) -> Problem:
         floor = self.points.new_zeros(1)
         if self.log_weights is not None:
@@ -150,7 +160,10 @@ class Empirical(Measure):
         def rough(eta: Tensor) -> Tensor:
             return single._spread(eta.to(single.dtype)).to(eta.dtype)
 
-        return Problem(self._value_and_mean, self._covariance, rough=rough, floor=floor)
+        reach = (self.points - self._center()).abs().amax(-2, keepdim=True)
+        return Problem(
+            self._value_and_mean, self._covariance, rough=rough, floor=floor, reach=reach
+        )
 
     def value_mean(self, eta: Tensor | None = None) -> Tensor:
         """E[v] ``(*batch, M, e)``: the attention output. Its derivative in eta is Cov[v, x] (T1).

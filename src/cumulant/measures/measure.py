@@ -117,6 +117,12 @@ class Measure(ABC):
         """Where eta lies in the domain; None if that is everywhere."""
         return None
 
+    def _extent(self) -> tuple[Tensor, Tensor]:
+        """A center ``(*batch, 1, d)`` and covariance ``(*batch, d, d)`` of the support."""
+        zero = torch.zeros(1, self.dimension, dtype=self.dtype, device=self.device)
+        zero = zero.expand(*self.batch_shape, 1, self.dimension)
+        return self._mean(zero), self._covariance(zero)[..., 0, :, :]
+
     def _problem(self) -> Problem:
         """What Newton's method minimizes to find the link."""
         return Problem(self._value_and_mean, self._covariance)
@@ -468,10 +474,7 @@ def _by_newton(measure: Measure, mean: Tensor, throw: bool) -> Link:
     """
     measure, mean, resolution = wide(measure, mean)
     still = measure._detached()
-    zero = mean.new_zeros(1, measure.dimension).expand(*measure.batch_shape, 1, -1)
-    frame, off = whitening(
-        still._mean(zero), still._covariance(zero)[..., 0, :, :], mean.detach(), resolution
-    )
+    frame, off = whitening(*still._extent(), mean.detach(), resolution)
     code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
     found = solve(measure, mean, code, frame, throw, resolution)
     if not on_tape(mean, *(x for x, _ in measure._leaves().values())):

@@ -35,7 +35,7 @@ __all__ = [
 # that came in single precision, what that precision can show.
 _GAP = 1e-20
 _STEPS = 200
-# A factor of the Hessian is kept while a step with it shrinks the gap to this part.
+# A factor of the Hessian is kept while steps with it are short and shrink the gap to this part.
 _KEEP = 1e-3
 # Variances below this, relative to others or untilted, are not left to single precision.
 _DOUBTFUL = 1e-4
@@ -131,13 +131,16 @@ class Problem(NamedTuple):
     """A convex function of eta ``(*batch, M, d)``, its gradient and Hessian.
 
     `floor` ``(*batch, 1)`` marks finite support: inside the hull G - <eta, mean> never falls below
-    the smallest log-weight, so falling below it proves that the mean lies outside.
+    the smallest log-weight, so falling below it proves that the mean lies outside. `reach`
+    ``(*batch, 1, d)``, how far the points extend along each coordinate, bounds what a step does to
+    log-weights; steps are limited by it only after one has gone too far.
     """
 
     value_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]]
     hessian: Callable[[Tensor], Tensor]
     rough: Callable[[Tensor], Tensor] | None = None  # the Hessian in single precision
     floor: Tensor | None = None
+    reach: Tensor | None = None
     start: Callable[[Tensor], Tensor] | None = None
 
 
@@ -237,11 +240,11 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
     return factor, pivot
 
 
-def _beyond(problem: Problem, eta: Tensor, mean: Tensor) -> Tensor:
+def _beyond(problem: Problem, eta: Tensor, mean: Tensor, floor: Tensor) -> Tensor:
     """Whether eta, far out, separates the mean from all points: sup <x, eta> < <mean, eta>."""
     far = 1e6 * eta
     reach, height = problem.value_and_gradient(far)[0], (far * mean).sum(-1)
-    return reach - height < -1e-9 * (1 + reach.abs() + height.abs())
+    return reach - height < floor - 1e-9 * (1 + reach.abs() + height.abs())
 
 
 def _any(mask: Tensor) -> Tensor:
@@ -249,102 +252,143 @@ def _any(mask: Tensor) -> Tensor:
     return mask.flatten(0, -2).any(0).nonzero()[:, 0] if mask.ndim > 1 else mask.nonzero()[:, 0]
 
 
+class _Point(NamedTuple):
+    """Where each row is: eta, G - <eta, mean>, and the gradient of G."""
+
+    eta: Tensor
+    gap: Tensor
+    gradient: Tensor
+
+    def take(self, rows: Tensor) -> _Point:
+        return _Point(_take(self.eta, rows), self.gap[..., rows], _take(self.gradient, rows))
+
+    def put(self, rows: Tensor, other: _Point) -> None:
+        self.eta[..., rows, :], self.gradient[..., rows, :] = other.eta, other.gradient
+        self.gap[..., rows] = other.gap
+
+    def where(self, mask: Tensor, other: _Point) -> _Point:
+        """The other point where the mask is true."""
+        return _Point(
+            torch.where(mask[..., None], other.eta, self.eta),
+            torch.where(mask, other.gap, self.gap),
+            torch.where(mask[..., None], other.gradient, self.gradient),
+        )
+
+
+def _start(problem: Problem, mean: Tensor) -> _Point:
+    if problem.start is not None:
+        eta = problem.start(mean)
+        value, gradient = problem.value_and_gradient(eta)
+    else:  # all rows start alike, so one stands for all
+        eta, one = torch.zeros_like(mean), torch.zeros_like(mean[..., :1, :])
+        value, gradient = problem.value_and_gradient(one)
+        value, gradient = value.expand(mean.shape[:-1]), gradient.expand_as(mean).clone()
+    return _Point(eta, value - (eta * mean).sum(-1), gradient)
+
+
 def minimize(
     problem: Problem, mean: Tensor, frame: Frame, code: Tensor, aim: float
 ) -> tuple[Tensor, Tensor]:
     """(eta, code) for all rows down to a gap of `aim`, given the codes known before."""
     d = mean.shape[-1]
-    if problem.start is None:  # all rows start alike, so one stands for all
-        eta, one = torch.zeros_like(mean), mean.new_zeros(*mean.shape[:-2], 1, d)
-        value, gradient = problem.value_and_gradient(one[..., : mean.shape[-2], :])
-        value, gradient = value.expand(mean.shape[:-1]), gradient.expand_as(mean).clone()
-    else:
-        eta = problem.start(mean)
-        value, gradient = problem.value_and_gradient(eta)
     active = code == Code.CONVERGED
     code = torch.where(active, int(Code.STALLED), code)
-    gap = value - (eta * mean).sum(-1)
+    point = _start(problem, mean)
+    back = _Point(*(x.clone() for x in point))
     eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
-    factor = eye.expand(*eta.shape, d).clone()
-    pivot = torch.ones_like(gap)
-    # In the frame of the untilted measure the Hessian at zero is one.
-    stale = torch.full_like(active, problem.start is not None)
-    before = torch.zeros_like(gap)
+    pivot, before = torch.ones_like(point.gap), torch.zeros_like(point.gap)
+    stride = torch.full_like(point.gap, torch.inf)
+    factor = torch.empty(*mean.shape, d, dtype=mean.dtype, device=mean.device)
+    stale, returnable = active.clone(), torch.zeros_like(active)
+    if problem.start is None and mean.shape[-2]:
+        factor[:], pivot[:] = _factor(problem, point.eta[..., :1, :], frame)
+        stale[:] = False
     for _ in range(_STEPS):
         old = _any(active & stale)
         if len(old):
-            factor[..., old, :, :], pivot[..., old] = _factor(problem, _take(eta, old), frame)
+            fresh = _factor(problem, _take(point.eta, old), frame)
+            factor[..., old, :, :], pivot[..., old] = fresh
         rows = _any(active)
         if len(rows) == 0:
             break
-        here, target, f = _take(eta, rows), _take(mean, rows), gap[..., rows]
-        whole = torch.where((pivot[..., rows] > 0)[..., None, None], factor[..., rows, :, :], eye)
-        slope = (target - _take(gradient, rows)) @ frame.whiten
+        now, target, thinnest = point.take(rows), _take(mean, rows), pivot[..., rows]
+        thin = thinnest < _VANISHED if problem.floor is not None else thinnest <= 0
+        whole = torch.where(thin[..., None, None], eye, factor[..., rows, :, :])
+        slope = (target - now.gradient) @ frame.whiten
         step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
         decrement, last = (step * slope).sum(-1), before[..., rows]
         foretold = decrement * (decrement / last).clamp_max(1.0).nan_to_num(1.0)
         settled = (foretold <= aim) | ((decrement < 1e-12) & (decrement > last / 2))
-        ends = [(settled & (pivot[..., rows] > 0), Code.CONVERGED)]
-        if problem.floor is not None:
-            below = f < problem.floor - 1e-9 * (1 + problem.floor.abs())
-            ends.append((below, Code.OUTSIDE))
-            vanished = pivot[..., rows] < _VANISHED
-            if bool((vanished & active[..., rows]).any()):
-                ends.append((vanished & _beyond(problem, here, target), Code.OUTSIDE))
-            ends.append((vanished, Code.BOUNDARY))
         going, fate = active[..., rows], code[..., rows]
+        lost = torch.zeros_like(going)
+        ends = [(settled & ~thin, Code.CONVERGED)]
+        if problem.floor is not None:
+            strain = slope.square().sum(-1) / thinnest.clamp_min(1e-300)
+            outside = now.gap < problem.floor - 1e-9 * (1 + problem.floor.abs())
+            if bool((thin & going).any()):
+                outside = outside | (thin & _beyond(problem, now.eta, target, problem.floor))
+            boundary = thin & (strain < 1e-3)
+            ends = [(outside, Code.OUTSIDE), (boundary, Code.BOUNDARY), *ends]
+            # Weights so peaked that they no longer feel the slope: the last step went too far.
+            lost = going & thin & ~outside & ~boundary & returnable[..., rows]
         for reached, kind in ends:
             fate = torch.where(going & reached, int(kind), fate)
             going = going & ~reached
+        going = going & ~lost
         direction = step @ frame.whiten.mT
-        last_step = direction * (fate == Code.CONVERGED)[..., None] * active[..., rows, None]
-        (new, value, slope), moved = _search(problem, target, here, f, direction, decrement, going)
-        eta[..., rows, :] = new + last_step
-        gap[..., rows], gradient[..., rows, :] = value, slope
-        stuck = going & ~moved & ~stale[..., rows]  # with a kept factor: try a fresh one
-        fate = torch.where(going & ~moved & (decrement < 1e-8), int(Code.CONVERGED), fate)
+        if problem.reach is not None:
+            length = (direction.abs() * problem.reach).sum(-1)
+            stride[..., rows] = torch.where(
+                lost, stride[..., rows].clamp_max(200) / 2, stride[..., rows]
+            )
+            share = (stride[..., rows] / length.clamp_min(1e-300)).clamp_max(1.0)
+            direction, decrement = direction * share[..., None], decrement * share
+        new, moved = _search(problem, target, now, direction, decrement, going)
+        ended = active[..., rows] & (fate == Code.CONVERGED)  # one more step costs nothing
+        new = new._replace(eta=new.eta + direction * ended[..., None])
+        new = new.where(lost, back.take(rows))
+        point.put(rows, new)
+        back.put(rows, back.take(rows).where(moved, now))
+        stuck = going & ~moved
+        fate = torch.where(stuck & (decrement < 1e-8), int(Code.CONVERGED), fate)
+        retry = stuck & ~stale[..., rows] & (fate != Code.CONVERGED)  # with a fresh factor
         code[..., rows] = fate
-        active[..., rows] = (going & moved) | (stuck & (fate != Code.CONVERGED))
-        slope = (target - slope) @ frame.whiten
+        active[..., rows] = moved | lost | retry
+        returnable[..., rows] = moved
+        slope = (target - new.gradient) @ frame.whiten
         ahead = (slope * torch.cholesky_solve(slope[..., None], whole)[..., 0]).sum(-1)
-        stale[..., rows] = (ahead > _KEEP * decrement) | ~moved
+        stale[..., rows] = (ahead > _KEEP * decrement) | (decrement > 0.1) | ~moved
         before[..., rows] = decrement
-    return eta, code
+    return point.eta, code
 
 
 def _search(
     problem: Problem,
     mean: Tensor,
-    eta: Tensor,
-    gap: Tensor,
+    now: _Point,
     direction: Tensor,
     decrement: Tensor,
     going: Tensor,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[_Point, Tensor]:
     """Halve each row's step until the function has fallen enough (Armijo)."""
-    new_eta, new_gap = eta.clone(), gap.clone()
-    new_gradient = torch.zeros_like(eta)
+    new = _Point(*(x.clone() for x in now))
     moved = torch.zeros_like(going)
-    rows = torch.arange(mean.shape[-2], device=mean.device)
+    rows = _any(going)
     length = 1.0
     while len(rows) and length > 1e-12:
-        here, f = _take(eta, rows), gap[..., rows]
-        trial = here + length * _take(direction, rows) * going[..., rows, None]
-        G, gradient = problem.value_and_gradient(trial)
-        value = G - (trial * _take(mean, rows)).sum(-1)
-        slack = 8 * torch.finfo(value.dtype).eps * (1 + f.abs() + G.nan_to_num(0, 0, 0).abs())
-        enough = f - 1e-4 * length * decrement[..., rows] + slack
-        good = (value <= enough) & gradient.isfinite().all(-1)
-        fresh = (good | ~going[..., rows]) & ~moved[..., rows]
-        new_eta[..., rows, :] = torch.where(fresh[..., None], trial, _take(new_eta, rows))
-        new_gap[..., rows] = torch.where(fresh, value, new_gap[..., rows])
-        new_gradient[..., rows, :] = torch.where(
-            fresh[..., None], gradient, _take(new_gradient, rows)
-        )
-        moved[..., rows] |= fresh
-        rows = _any(~moved)
+        here = now.take(rows)
+        trial = here.eta + length * _take(direction, rows)
+        height, gradient = problem.value_and_gradient(trial)
+        gap = height - (trial * _take(mean, rows)).sum(-1)
+        size = 1 + here.gap.abs() + height.nan_to_num(0, 0, 0).abs()
+        enough = here.gap - 1e-4 * length * decrement[..., rows]
+        good = gap <= enough + 8 * torch.finfo(gap.dtype).eps * size
+        good = good & gradient.isfinite().all(-1) & (going & ~moved)[..., rows]
+        new.put(rows, new.take(rows).where(good, _Point(trial, gap, gradient)))
+        moved[..., rows] |= good
+        rows = _any(going & ~moved)
         length /= 2
-    return (new_eta, new_gap, new_gradient), moved & going
+    return new, moved
 
 
 def on_tape(*tensors: Tensor) -> bool:
