@@ -7,11 +7,11 @@ from cumulant.measures.gaussian import Gaussian, Normal
 from cumulant.measures.interop import from_torch
 from cumulant.measures.measure import Measure, Tilted
 from cumulant.measures.mixture import GaussianMixture, Mixture
-from cumulant.measures.newton import Link, Status
 from cumulant.measures.positive import Exponential, FixedShapeGamma, Gamma
 from cumulant.measures.project import Posterior, posterior, project
 from cumulant.measures.simplex import Beta, Dirichlet
 from cumulant.measures.sphere import VonMisesFisher
+from cumulant.measures.status import Link, Status
 
 __all__ = [
     "Bernoulli",

@@ -14,7 +14,7 @@ from cumulant.errors import InputError
 from cumulant.kernels.merge import shares
 from cumulant.measures.checks import broadcast, numbers, positive, probability, require, row_of
 from cumulant.measures.family import ExponentialFamily, coded, interval
-from cumulant.measures.newton import Code, Link, Status, checked
+from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["Bernoulli", "Binomial", "Categorical", "Geometric", "Poisson"]
 

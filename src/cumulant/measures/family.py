@@ -20,18 +20,9 @@ from torch.distributions import Distribution
 from cumulant.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian
 from cumulant.measures.checks import numbers
-from cumulant.measures.measure import Measure, wide
-from cumulant.measures.newton import (
-    Code,
-    Link,
-    Problem,
-    Status,
-    checked,
-    newton_step,
-    no_frame,
-    on_tape,
-    solve,
-)
+from cumulant.measures.measure import Measure
+from cumulant.measures.newton import Problem, link_by_newton, no_frame, wide
+from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["ExponentialFamily"]
 
@@ -73,7 +64,11 @@ class ExponentialFamily(Measure):
 
     def _inverse(self, mean: Tensor) -> Tensor:
         """The theta with that mean, for means inside the hull; by Newton's method if left out."""
-        return _by_newton(self, mean)
+        family, wide_mean, resolution = wide(self, mean)
+        code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
+        frame = no_frame(wide_mean)
+        found = link_by_newton(_Potential(family), wide_mean, code, frame, True, resolution)
+        return found.value.to(mean.dtype)
 
     def _start(self, mean: Tensor) -> Tensor:
         """Where Newton's method starts looking for theta."""
@@ -236,21 +231,6 @@ def coded(outside: Tensor, boundary: Tensor) -> Tensor:
     """Codes from two masks."""
     code = torch.where(boundary, int(Code.BOUNDARY), int(Code.CONVERGED))
     return torch.where(outside, int(Code.OUTSIDE), code)
-
-
-def _by_newton(family: ExponentialFamily, mean: Tensor) -> Tensor:
-    """theta by damped Newton on A(theta) - <theta, mean>, with two last steps on the tape."""
-    kind = mean.dtype
-    family, mean, resolution = wide(family, mean)
-    frame = no_frame(mean)
-    code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
-    found = solve(_Potential(family), mean, code, frame, True, resolution)
-    theta = found.value
-    if on_tape(mean, *(x for x, _ in family._leaves().values())):
-        problem = _Potential(family)._problem()
-        for _ in range(2):
-            theta = newton_step(problem, mean, theta, frame, found.status.converged)
-    return theta.to(kind)
 
 
 class _Potential:

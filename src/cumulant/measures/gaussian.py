@@ -20,7 +20,7 @@ from cumulant.measures.checks import (
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded
 from cumulant.measures.measure import Measure
-from cumulant.measures.newton import Code, Link, Status
+from cumulant.measures.status import Code, Link, Status
 
 __all__ = ["Gaussian", "Normal"]
 

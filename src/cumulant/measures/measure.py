@@ -23,16 +23,8 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian, pullback
 from cumulant.measures.checks import HALF, broadcast, require
-from cumulant.measures.newton import (
-    Code,
-    Link,
-    Problem,
-    Status,
-    newton_step,
-    on_tape,
-    solve,
-    whitening,
-)
+from cumulant.measures.newton import Problem, link_by_newton, whitening, wide
+from cumulant.measures.status import Code, Link, Status
 
 __all__ = ["Measure", "Tilted"]
 
@@ -128,7 +120,11 @@ class Measure(ABC):
         return Problem(self._value_and_mean, self._covariance)
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
-        return _by_newton(self, mean, throw)
+        measure, mean, resolution = wide(self, mean)
+        center, spread = measure._detached()._extent()
+        frame, off = whitening(center, spread, mean.detach(), resolution)
+        code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
+        return link_by_newton(measure, mean, code, frame, throw, resolution)
 
     # The tensors behind the measure ---------------------------------------------------------------
 
@@ -314,12 +310,7 @@ class Measure(ABC):
         """
         entry = self._enter("tilt", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
-        inside = measure._inside(eta)
-        if inside is not None:
-            require(
-                inside,
-                lambda: f"{type(self).__name__}.tilt: some eta lie outside the domain (G = +inf).",
-            )
+        _require_inside("tilt", measure, eta)
         out: Measure = measure._tilted(eta)
         out._rows, out._weak = not entry.flat, False
         return out
@@ -333,14 +324,7 @@ class Measure(ABC):
             raise InputError(f"sample: n must be a whole number >= 0, not {n!r}.")
         entry = self._enter("sample", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
-        inside = measure._inside(eta)
-        if inside is not None:
-            require(
-                inside,
-                lambda: (
-                    f"{type(self).__name__}.sample: some eta lie outside the domain (G = +inf)."
-                ),
-            )
+        _require_inside("sample", measure, eta)
         with torch.no_grad():
             return entry.finish(measure._sample(eta, n), 1)
 
@@ -449,6 +433,13 @@ def _where_inside(measure: Measure, eta: Tensor, function: Any, tail: int) -> Te
     return torch.where(inside[(..., *(None,) * tail)], value, float("inf"))
 
 
+def _require_inside(call: str, measure: Measure, eta: Tensor) -> None:
+    inside = measure._inside(eta)
+    if inside is not None:
+        name = type(measure).__name__
+        require(inside, lambda: f"{name}.{call}: some eta lie outside the domain (G = +inf).")
+
+
 def _not_negative(x: Tensor) -> Tensor:
     """Rounding below zero taken off the value, not off the derivatives."""
     return x + (-x).clamp_min(0.0).detach()
@@ -456,30 +447,3 @@ def _not_negative(x: Tensor) -> Tensor:
 
 def _code(entry: _Entry, found: Link) -> Tensor:
     return found.status.code.squeeze(-1) if entry.flat else found.status.code
-
-
-def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
-    """Measure and means in double precision, and the rounding of what was given."""
-    resolution = torch.finfo(mean.dtype).eps
-    kind = mean.dtype if mean.device.type == "mps" else torch.float64
-    return measure._to(kind), mean.to(kind), resolution
-
-
-def _by_newton(measure: Measure, mean: Tensor, throw: bool) -> Link:
-    """The link by Newton's method.
-
-    The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
-    Newton step squares the error, also that of a formal power series in whatever moves, so from
-    the solution one step makes the first derivative exact and two make it the third.
-    """
-    measure, mean, resolution = wide(measure, mean)
-    still = measure._detached()
-    frame, off = whitening(*still._extent(), mean.detach(), resolution)
-    code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
-    found = solve(measure, mean, code, frame, throw, resolution)
-    if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
-        return found
-    eta, problem = found.value, measure._problem()
-    for _ in range(2):
-        eta = newton_step(problem, mean, eta, frame, found.status.converged)
-    return Link(eta, found.status)

@@ -8,28 +8,15 @@ gap in nats and does not depend on coordinates, decides convergence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cumulant.errors import InputError
+from cumulant.measures.status import Code, Link, Status, checked
 
-__all__ = [
-    "Code",
-    "Frame",
-    "Link",
-    "Problem",
-    "Status",
-    "checked",
-    "newton_step",
-    "no_frame",
-    "on_tape",
-    "solve",
-    "whitening",
-]
+__all__ = ["Frame", "Problem", "link_by_newton", "no_frame", "whitening", "wide"]
 
 # Twice the gap in nats after the last step, as the contraction so far foretells it; for numbers
 # that came in single precision, what that precision can show.
@@ -41,90 +28,6 @@ _KEEP = 1e-3
 _DOUBTFUL = 1e-4
 # A direction whose variance has shrunk to this part of the untilted one has met the boundary.
 _VANISHED = 1e3 * torch.finfo(torch.float64).eps
-
-
-class Code(IntEnum):
-    """What became of one mean."""
-
-    CONVERGED = 0
-    BOUNDARY = 1
-    OUTSIDE = 2
-    STALLED = 3
-
-
-_DIAGNOSIS = {
-    Code.BOUNDARY: "lie on the boundary of the convex hull of the support, where eta is infinite",
-    Code.OUTSIDE: "lie outside the convex hull of the support, so that no eta has them",
-    Code.STALLED: "were not reached: rounding stopped Newton's method, so rescale the points",
-}
-
-
-class Status(NamedTuple):
-    """What became of each mean: `code` holds members of `Code`, ``(*batch, M)``."""
-
-    code: Tensor
-
-    @property
-    def converged(self) -> Tensor:
-        return self.code == Code.CONVERGED
-
-    @property
-    def boundary(self) -> Tensor:
-        return self.code == Code.BOUNDARY
-
-    @property
-    def outside(self) -> Tensor:
-        return self.code == Code.OUTSIDE
-
-    def __str__(self) -> str:
-        return diagnosis(self.code) or f"all {self.code.numel()} means have a natural parameter"
-
-
-def diagnosis(code: Tensor) -> str:
-    """The failures in words; empty if there are none."""
-    counts = ((text, int((code == kind).sum())) for kind, text in _DIAGNOSIS.items())
-    return "; ".join(f"{n} of {code.numel()} means {text}" for text, n in counts if n)
-
-
-class Link(NamedTuple):
-    """Natural parameters ``(*batch, M, d)`` and what became of each mean."""
-
-    value: Tensor
-    status: Status
-
-
-class _Checked(torch.autograd.Function):
-    """The identity on codes that raises where one is bad, inside vmap too."""
-
-    @staticmethod
-    def forward(code: Tensor) -> Tensor:
-        if bool((code != Code.CONVERGED).any()):
-            raise InputError(
-                f"link: {diagnosis(code)}. Pass throw=False for the status of each, or move the "
-                "means inside."
-            )
-        return code.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None,)
-
-    @staticmethod
-    def jvp(ctx: Any, *grads: Any) -> Any:
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], code: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Checked.apply(code), in_dims[0]
-
-
-def checked(code: Tensor, throw: bool) -> Tensor:
-    """`code`, or an error that counts the failures."""
-    return cast(Tensor, _Checked.apply(code)) if throw else code
 
 
 class Problem(NamedTuple):
@@ -466,3 +369,28 @@ def solve(
     how = _How(throw, max(_GAP, resolution**2))
     eta, code = _Solve.apply(measure, tuple(leaves), how, *tensors)
     return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))
+
+
+def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
+    """Measure and means in double precision, and the rounding of what was given."""
+    resolution = torch.finfo(mean.dtype).eps
+    kind = mean.dtype if mean.device.type == "mps" else torch.float64
+    return measure._to(kind), mean.to(kind), resolution
+
+
+def link_by_newton(
+    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
+) -> Link:
+    """The link of every mean whose code is good, with derivatives.
+
+    The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
+    Newton step squares the error, also that of a formal power series in whatever moves, so from
+    the solution one step makes the first derivative exact and two make it the third.
+    """
+    found = solve(measure, mean, code, frame, throw, resolution)
+    if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
+        return found
+    eta, problem = found.value, measure._problem()
+    for _ in range(2):
+        eta = newton_step(problem, mean, eta, frame, found.status.converged)
+    return Link(eta, found.status)
