@@ -92,7 +92,12 @@ def machine() -> str:
     )
 
 
-def markdown(title: str, command: str, rows: list[Row]) -> str:
+def aim(row: Row, stated: bool) -> str:
+    """What was hoped for, and whether it was missed; nothing where aims were not meant."""
+    return short(row.at_most) + ("" if row.met else " (missed)") if stated else "-"
+
+
+def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> str:
     """The rows as a page for the docs."""
     lines = [
         f"# {title}",
@@ -105,9 +110,8 @@ def markdown(title: str, command: str, rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        mark = "" if r.met else " (missed)"
         lines.append(
             f"| {r.shape} | {r.quantity} | {r.against} | {r.amount:.1f} {r.unit} "
-            f"| {r.baseline:.1f} {r.unit} | {short(r.ratio)}{mark} | {short(r.at_most)} |"
+            f"| {r.baseline:.1f} {r.unit} | {short(r.ratio)} | {aim(r, aims)} |"
         )
     return "\n".join(lines) + "\n"

@@ -310,15 +310,20 @@ def _reverse_over_forward(
     moving = tuple(n for n in _PRIMAL if f"tangent {n}" in needed)
     if moving:  # the tangent is linear in its direction
         given = {n: x for n, x in arguments.items() if n in INDEX}
-        pulled = _pullback(options, given, cotangents, moving)
+        shapes = {n: tuple(arguments[f"tangent {n}"].shape) for n in moving}
+        pulled = _pullback(options, given, cotangents, moving, shapes)
         out.update({f"tangent {n}": x for n, x in pulled.items()})
     return out
 
 
 def _pullback(
-    options: Options, arguments: Named, cotangents: Named, wanted: tuple[str, ...]
+    options: Options,
+    arguments: Named,
+    cotangents: Named,
+    wanted: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Arguments:
-    """Gradients of (mean, G, entropy) in the wanted arguments."""
+    """Gradients of (mean, G, entropy) in the wanted arguments, of their shapes or of these."""
     if "mean" not in cotangents:
         wanted = tuple(n for n in wanted if n != "value")
     if not wanted:
@@ -327,7 +332,9 @@ def _pullback(
     program = Program(
         function=with_scale(function, options.scale),
         indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},
-        results=_results(arguments, wanted),
+        results=tuple(
+            Result(n, INDEX[n], (shapes or {}).get(n, tuple(arguments[n].shape))) for n in wanted
+        ),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
         run=partial(_fused_backward, scale=options.scale),

@@ -1,5 +1,6 @@
 """Tilted measures: G, mean, covariance, link, dual, M-projection (THEORY T1-T11)."""
 
+from cumulant.measures.conjugate import Posterior, posterior
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson
 from cumulant.measures.empirical import Empirical, maximum_entropy
 from cumulant.measures.family import ExponentialFamily
@@ -8,7 +9,7 @@ from cumulant.measures.interop import from_torch
 from cumulant.measures.measure import Measure, Tilted
 from cumulant.measures.mixture import GaussianMixture, Mixture
 from cumulant.measures.positive import Exponential, FixedShapeGamma, Gamma
-from cumulant.measures.project import Posterior, posterior, project
+from cumulant.measures.project import project
 from cumulant.measures.simplex import Beta, Dirichlet
 from cumulant.measures.sphere import VonMisesFisher
 from cumulant.measures.status import Link, Status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -12,8 +13,16 @@ from torch import distributions as td
 
 from cumulant.errors import InputError
 from cumulant.kernels.merge import shares
-from cumulant.measures.checks import broadcast, numbers, positive, probability, require, row_of
-from cumulant.measures.family import ExponentialFamily, coded, interval
+from cumulant.measures.checks import (
+    broadcast,
+    log_masses,
+    numbers,
+    positive,
+    probability,
+    require,
+    row_of,
+)
+from cumulant.measures.family import ExponentialFamily, coded, interval, solved
 from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["Bernoulli", "Binomial", "Categorical", "Geometric", "Poisson"]
@@ -26,6 +35,11 @@ def softplus(x: Tensor) -> Tensor:
 
 def _whole(x: Tensor) -> Tensor:
     return (x >= 0) & (x == x.round())
+
+
+def _atom(family: ExponentialFamily, x: Tensor) -> Tensor:
+    """KL of a point mass at x from h: minus the log of the mass that h has there."""
+    return -family._log_density(x, torch.zeros_like(x))
 
 
 class Binomial(ExponentialFamily):
@@ -42,6 +56,7 @@ class Binomial(ExponentialFamily):
 
     _parameters: ClassVar[Mapping[str, int]] = {"_theta": 2, "_count": 2}
     _count: Tensor
+    _closed: ClassVar[bool] = True
 
     def __init__(self, total_count: Tensor | int, probs: Tensor | float) -> None:
         name = type(self).__name__
@@ -52,7 +67,7 @@ class Binomial(ExponentialFamily):
 
     def _set_count(self, count: Tensor) -> None:
         require(
-            _whole(count) & (count > 0),
+            _whole(count) & (count > 0) & count.isfinite(),
             lambda: f"{type(self).__name__}: total_count must be a positive whole number.",
         )
         self._count = row_of(count)
@@ -90,11 +105,14 @@ class Binomial(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, self._count[..., 0])
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        return mean.log() - (self._count - mean).log()
+    def _inverse(self, mean: Tensor) -> Link:
+        return solved(mean.log() - (self._count - mean).log())
 
     def _interior(self, mean: Tensor) -> Tensor:
         return (self._count / 2).expand_as(mean)
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        return _atom(self, mean)
 
     def _log_base(self, x: Tensor) -> Tensor:
         n = self._count[..., 0]
@@ -133,7 +151,9 @@ class Bernoulli(Binomial):
 
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
-        return super()._empty(d, total_count=1, **fixed)
+        if fixed:
+            raise InputError(f"Bernoulli has no parameter {', '.join(fixed)} that is fixed.")
+        return super()._empty(d, total_count=1)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
         return td.Bernoulli(probs=theta[..., 0].sigmoid(), validate_args=False)
@@ -163,7 +183,13 @@ class Poisson(ExponentialFamily):
         return theta.exp()[..., 0]
 
     def _increment(self, theta: Tensor, eta: Tensor) -> Tensor:
-        return (theta.exp() * eta.expm1())[..., 0]
+        # rate (e^eta - 1), as a difference where eta is so large that rate may have vanished.
+        near = eta.abs() < 1
+        small = theta.exp() * torch.where(near, eta, 0.0).expm1()
+        return torch.where(near, small, (theta + eta).exp() - theta.exp())[..., 0]
+
+    def _valid(self, theta: Tensor) -> Tensor | None:
+        return theta[..., 0] < math.log(torch.finfo(theta.dtype).max)  # e^theta is finite
 
     def _gradient(self, theta: Tensor) -> Tensor:
         return theta.exp()
@@ -171,8 +197,11 @@ class Poisson(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        return mean.log()
+    def _inverse(self, mean: Tensor) -> Link:
+        return solved(mean.log())
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        return _atom(self, mean)
 
     def _log_base(self, x: Tensor) -> Tensor:
         ok = _whole(x[..., 0])
@@ -195,6 +224,8 @@ class Geometric(ExponentialFamily):
     tensor([0., inf])
     """
 
+    _closed: ClassVar[bool] = True
+
     def __init__(self, probs: Tensor | float) -> None:
         got, self._weak = numbers("Geometric", probs=probs)
         p = positive("Geometric", "probs", probability("Geometric", "probs", got["probs"]))
@@ -209,7 +240,7 @@ class Geometric(ExponentialFamily):
         return -torch.log(-theta.expm1())[..., 0]
 
     def _gradient(self, theta: Tensor) -> Tensor:
-        return 1 / (-theta).expm1()
+        return -theta.exp() / theta.expm1()
 
     def _valid(self, theta: Tensor) -> Tensor | None:
         return theta[..., 0] < 0
@@ -217,8 +248,11 @@ class Geometric(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        return -torch.log1p(1 / mean)
+    def _inverse(self, mean: Tensor) -> Link:
+        return solved(-torch.log1p(1 / mean))
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        return _atom(self, mean)
 
     def _log_base(self, x: Tensor) -> Tensor:
         return torch.where(_whole(x[..., 0]), 0.0, -torch.inf)
@@ -241,6 +275,8 @@ class Categorical(ExponentialFamily):
     tensor([[0.2000, 0.8000]])
     """
 
+    _closed: ClassVar[bool] = True
+
     def __init__(self, probs: Tensor) -> None:
         got, self._weak = numbers("Categorical", probs=probs)
         p = got["probs"]
@@ -255,7 +291,18 @@ class Categorical(ExponentialFamily):
                 f"in [0, 1], these go from {float(p.min()):.6g} to {float(p.max()):.6g}."
             ),
         )
+        p = p / p.amax(-1, keepdim=True)
         self._theta = (p / p.sum(-1, keepdim=True)).log()[..., None, :]
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        used = mean > 0
+        ratio = torch.where(used, mean, 1.0).log() - torch.where(used, self._theta, 0.0)
+        return (mean * ratio).sum(-1)
+
+    def _check_natural(self, owner: str) -> None:
+        """-inf is a category without weight."""
+        log_masses(owner, "natural", self._theta, self._theta.shape[-1])
+        self._theta = self._theta.log_softmax(-1)
 
     def _check_size(self) -> None:
         """Any number of categories will do."""
@@ -280,8 +327,8 @@ class Categorical(ExponentialFamily):
         inner = torch.where(alive, mean, 1.0)
         return coded(total | stray | (inner < 0).any(-1), (inner == 0).any(-1))
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        return mean.log()
+    def _inverse(self, mean: Tensor) -> Link:
+        return solved(mean.log())
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
         code = self._hull(mean)

@@ -14,7 +14,8 @@ from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, Options, attention, expectation
 from cumulant.measures.checks import broadcast, finite, log_masses, numbers
 from cumulant.measures.measure import Measure
-from cumulant.measures.newton import Problem
+from cumulant.measures.newton import Problem, whitening
+from cumulant.measures.status import checked
 
 __all__ = ["Empirical", "maximum_entropy"]
 
@@ -47,7 +48,8 @@ class Empirical(Measure):
         self, points: Tensor, log_weights: Tensor | None = None, values: Tensor | None = None
     ) -> None:
         given = {"points": points, "log_weights": log_weights, "values": values}
-        got, self._weak = numbers("Empirical", **{n: x for n, x in given.items() if x is not None})
+        kept = {n: x for n, x in given.items() if x is not None or n == "points"}
+        got, self._weak = numbers("Empirical", **kept)
         self.points = finite("Empirical", "points", got["points"])
         if self.points.ndim < 2 or 0 in self.points.shape[-2:]:
             raise InputError(
@@ -140,6 +142,11 @@ class Empirical(Measure):
         moments = self._moments(eta, value, entropy=True)
         return -_column(moments.entropy) - moments.mean[..., 0]
 
+    def _visible(self, eta: Tensor) -> Tensor:
+        center, spread = self._to(eta.dtype)._detached()._extent()
+        frame, _ = whitening(center, spread, center, torch.finfo(eta.dtype).eps)
+        return eta @ frame.span
+
     def _extent(self) -> tuple[Tensor, Tensor]:
         """Of the points that have any weight, counted alike: the hull knows no weights."""
         count = torch.ones_like(self.points[..., :1])
@@ -183,12 +190,14 @@ class Empirical(Measure):
         """p(j | eta) ``(*batch, M, N)``, the attention weights: the one M x N array, on request."""
         entry = self._enter("probabilities", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
-        log_p = measure._scores(eta) - measure._log_normalizer(eta)[..., None]
-        return entry.finish(log_p.exp(), 1)
+        return entry.finish(measure._scores(eta).softmax(-1), 1)
 
     def _scores(self, eta: Tensor) -> Tensor:
-        scores = eta @ self.points.mT
-        return scores if self.log_weights is None else scores + self.log_weights[..., None, :]
+        """<x - center, eta> + log(w / max w): all M x N of them."""
+        scores = eta @ (self.points - self._center()).mT
+        if self.log_weights is None:
+            return scores
+        return scores + (self.log_weights - self._top())[..., None, :]
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
         """Inverse transform: a row of cumulative weights at a time, some rows together."""
@@ -209,8 +218,10 @@ class Empirical(Measure):
 
     def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
         mass = self._log_mass(x)
-        here = (x * eta).sum(-1) + torch.where(mass == -math.inf, 0.0, mass)
-        return torch.where(mass == -math.inf, mass, here - self._log_normalizer(eta))
+        center = self._center()
+        height = self._moments(eta, self.points[..., :0]).log_normalizer[..., 0] + self._top()
+        here = ((x - center) * eta).sum(-1) + torch.where(mass == -math.inf, 0.0, mass)
+        return torch.where(mass == -math.inf, mass, here - height)
 
     def _log_mass(self, x: Tensor) -> Tensor:
         """log h({x}): the total weight of the points equal to x."""
@@ -262,8 +273,9 @@ def maximum_entropy(
     >>> cm.maximum_entropy(torch.arange(1.0, 7.0), 4.5)
     tensor([0.0544, 0.0788, 0.1142, 0.1654, 0.2398, 0.3475])
     """
-    got, _ = numbers("maximum_entropy", points=points, moments=moments)
-    points, target = got["points"], got["moments"]
+    got, weak = numbers("maximum_entropy", points=points, moments=moments)
+    kind = torch.get_default_dtype() if weak else got["points"].dtype
+    points, target = got["points"].double(), got["moments"].double()
     if points.ndim == 1:
         points, target = points[:, None], target[..., None]
     measure = Empirical(points, log_weights)
@@ -272,5 +284,6 @@ def maximum_entropy(
             f"maximum_entropy: moments must have shape (..., {measure.dimension}), one for each "
             f"column of the points, but have {tuple(target.shape)}."
         )
-    eta = measure.link(target[..., None, :])
-    return measure.probabilities(eta)[..., 0, :].to(points.dtype)
+    found = measure.link(target[..., None, :], throw=False)
+    checked(found.status.code, True, "maximum_entropy")
+    return measure.probabilities(found.value)[..., 0, :].to(kind)

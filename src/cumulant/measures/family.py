@@ -19,8 +19,8 @@ from torch.distributions import Distribution
 
 from cumulant.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian
-from cumulant.measures.checks import numbers
-from cumulant.measures.measure import Measure
+from cumulant.measures.checks import HALF, broadcast, finite, numbers, require
+from cumulant.measures.measure import Measure, not_negative
 from cumulant.measures.newton import Problem, link_by_newton, no_frame, wide
 from cumulant.measures.status import Code, Link, Status, checked
 
@@ -31,6 +31,9 @@ class ExponentialFamily(Measure):
     """A member of an exponential family, as a measure to tilt: theta becomes theta + eta (T2)."""
 
     _parameters: ClassVar[Mapping[str, int]] = {"_theta": 2}
+    _double: ClassVar[bool] = True
+    # True where laws on the boundary of the hull, such as p = 0, are members too.
+    _closed: ClassVar[bool] = False
     _theta: Tensor
 
     # What a family supplies -----------------------------------------------------------------------
@@ -62,13 +65,14 @@ class ExponentialFamily(Measure):
         """Where A is finite; None if everywhere."""
         return None
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        """The theta with that mean, for means inside the hull; by Newton's method if left out."""
+    def _inverse(self, mean: Tensor) -> Link:
+        """The theta with that mean, for means inside the hull: by Newton's method, or overridden
+        with `solved` of a closed form."""
         family, wide_mean, resolution = wide(self, mean)
         code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
         frame = no_frame(wide_mean)
-        found = link_by_newton(_Potential(family), wide_mean, code, frame, True, resolution)
-        return found.value.to(mean.dtype)
+        found = link_by_newton(_Potential(family), wide_mean, code, frame, False, resolution)
+        return Link(found.value.to(mean.dtype), found.status)
 
     def _start(self, mean: Tensor) -> Tensor:
         """Where Newton's method starts looking for theta."""
@@ -131,8 +135,17 @@ class ExponentialFamily(Measure):
             code = torch.where(still, frozen, code)
         good = (code == Code.CONVERGED)[..., None] & ~fixed
         inner = torch.where(good, mean, self._interior(mean))
-        eta = torch.where(good, self._inverse(inner) - torch.where(fixed, 0.0, self._theta), 0.0)
+        found = self._inverse(inner)
+        code = torch.where(code == Code.CONVERGED, found.status.code, code)
+        eta = torch.where(good, found.value - torch.where(fixed, 0.0, self._theta), 0.0)
         return Link(eta, Status(checked(code, throw)))
+
+    def _relative_entropy(self, eta: Tensor) -> Tensor:
+        return not_negative(super()._relative_entropy(eta))
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        # No mass on the boundary: no law there is close to h.
+        return torch.full_like(near, torch.inf)
 
     def _interior(self, mean: Tensor) -> Tensor:
         """Some mean inside the hull, to stand in where `mean` is not."""
@@ -160,6 +173,8 @@ class ExponentialFamily(Measure):
         """A family without a member yet; subclasses with further parameters set them."""
         if fixed:
             raise InputError(f"{cls.__name__} has no parameter {', '.join(fixed)} that is fixed.")
+        if d == 0:
+            raise InputError(f"{cls.__name__}: parameters must end in a dimension of at least 1.")
         return cls.__new__(cls)
 
     @classmethod
@@ -172,12 +187,14 @@ class ExponentialFamily(Measure):
         new = cls._empty(theta.shape[-1], **fixed)
         new._theta, new._weak = theta[..., None, :], weak
         new._check_size()
-        valid = new._valid(new._theta)
-        if valid is not None and not bool(valid.all()):
-            raise InputError(
-                f"{cls.__name__}.from_natural: some natural parameters lie outside the domain."
-            )
+        new._check_natural(f"{cls.__name__}.from_natural")
         return new
+
+    def _check_natural(self, owner: str) -> None:
+        finite(owner, "natural", self._theta)
+        valid = self._valid(self._theta)
+        if valid is not None:
+            require(valid, lambda: f"{owner}: some natural parameters lie outside the domain.")
 
     @classmethod
     def from_expectation(cls, expectation: Tensor, **fixed: Any) -> Self:
@@ -191,15 +208,23 @@ class ExponentialFamily(Measure):
         new = cls._empty(mean.shape[-1], **fixed)
         new._theta, new._weak = torch.zeros_like(mean)[..., None, :], weak
         new._check_size()
-        checked(new._hull(mean[..., None, :]), True)
-        new._theta = new._inverse(mean[..., None, :]).to(mean.dtype)
-        return new
+        finite(f"{cls.__name__}.from_expectation", "expectation", mean)
+        double, wide_mean, _ = wide(new, mean[..., None, :])
+        code = double._hull(wide_mean)
+        if cls._closed:
+            code = torch.where(code == Code.BOUNDARY, int(Code.CONVERGED), code)
+        good = (code == Code.CONVERGED)[..., None]
+        found = double._inverse(torch.where(good, wide_mean, double._interior(wide_mean)))
+        code = torch.where(good[..., 0], found.status.code, code)
+        checked(code, True, f"{cls.__name__}.from_expectation")
+        return double._rebuilt({"_theta": found.value})._to(mean.dtype)
 
     def _check_size(self) -> None:
         """Raise if the natural parameter has a size that this family cannot have."""
         self._needs(1)
 
     def _needs(self, d: int) -> None:
+        broadcast(type(self).__name__, **{n: x.shape[:-2] for n, (x, _) in self._leaves().items()})
         if self._theta.shape[-1] != d:
             raise InputError(
                 f"{type(self).__name__} has {d} statistic{'s' * (d > 1)}, so parameters end in a "
@@ -209,11 +234,18 @@ class ExponentialFamily(Measure):
     def to_torch(self, eta: Tensor | None = None) -> Distribution:
         """p_eta as a torch distribution of batch shape ``(*batch, M)``."""
         entry = self._enter("to_torch", eta=eta)
-        measure, (eta,) = entry.measure, entry.arguments
+        narrow = torch.float32 if entry.dtype in HALF else entry.dtype
+        measure, eta = entry.measure._to(narrow), entry.arguments[0].to(narrow)
         if entry.flat:  # one row, dropped from every parameter
             leaves = {n: x[..., 0, :] for n, (x, _) in measure._leaves().items()}
             measure, eta = measure._rebuilt(leaves), eta[..., 0, :]
         return measure._distribution(measure._theta + eta)
+
+
+def solved(theta: Tensor) -> Link:
+    """A closed form as a link without failures."""
+    code = torch.full(theta.shape[:-1], int(Code.CONVERGED), device=theta.device)
+    return Link(theta, Status(code))
 
 
 def interval(mean: Tensor, low: float | None, high: float | Tensor | None) -> Tensor:

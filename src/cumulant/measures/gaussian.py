@@ -13,12 +13,13 @@ from cumulant.errors import InputError
 from cumulant.measures.checks import (
     broadcast,
     finite,
+    holds,
     numbers,
     positive,
     symmetric_definite,
 )
 from cumulant.measures.empirical import unpack
-from cumulant.measures.family import ExponentialFamily, coded
+from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure
 from cumulant.measures.status import Code, Link, Status
 
@@ -53,6 +54,12 @@ def read_covariance(owner: str, mean: Tensor, covariance: Tensor) -> tuple[Tenso
 
 def could_be_dense(owner: str, name: str, x: Tensor) -> bool:
     """Whether an array of two possible meanings is symmetric positive definite."""
+    if holds(x == x.detach()) is None:
+        raise InputError(
+            f"{owner}: {name} of shape {tuple(x.shape)} could be a matrix or a table of variances, "
+            "and inside vmap its entries cannot be looked at: give one more dimension, or for "
+            "mixtures covariance_type."
+        )
     try:
         symmetric_definite(owner, name, x)
     except InputError:
@@ -130,7 +137,7 @@ class Gaussian(Measure):
 
     def _covariance(self, eta: Tensor) -> Tensor:
         d = self.dimension
-        return self._dense()[..., None, :, :].expand(*eta.shape[:-1], d, d)
+        return self._dense()[..., None, :, :].expand(*eta.shape[:-1], d, d).clone()
 
     def _product(self, eta: Tensor, vector: Tensor) -> Tensor:
         return self._times(vector)
@@ -171,6 +178,15 @@ class Gaussian(Measure):
         return td.MultivariateNormal(loc, matrix)
 
 
+def inverse(matrix: Tensor) -> Tensor:
+    """The inverse of a symmetric matrix, symmetric.
+
+    (torch's cholesky_inverse has wrong derivatives in forward mode.)
+    """
+    out = torch.linalg.inv(matrix)
+    return (out + out.mT) / 2
+
+
 def log_gaussian(away: Tensor, root: Tensor) -> Tensor:
     """log N(away; 0, root root'), for rows ``(..., M, d)`` and roots ``(..., d, d)``."""
     white = torch.linalg.solve_triangular(root, away.mT, upper=False)
@@ -196,7 +212,7 @@ class Normal(ExponentialFamily):
     def __init__(self, mean: Tensor, covariance: Tensor | float) -> None:
         base = Gaussian(mean, covariance)
         self._weak = base._weak
-        precision = torch.cholesky_inverse(base._root())[..., None, :, :]
+        precision = inverse(base._dense())[..., None, :, :]
         first = (precision @ base._loc[..., None])[..., 0]
         self._theta = torch.cat(
             [first, packed_natural(precision).expand(*first.shape[:-1], -1)], -1
@@ -226,8 +242,7 @@ class Normal(ExponentialFamily):
     def _member(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """(m, S)."""
         first, precision = self._split(theta)
-        covariance = torch.linalg.inv(precision)
-        covariance = (covariance + covariance.mT) / 2
+        covariance = inverse(precision)
         return (covariance @ first[..., None])[..., 0], covariance
 
     @property
@@ -262,19 +277,20 @@ class Normal(ExponentialFamily):
         return torch.linalg.cholesky_ex(precision).info == 0
 
     def _hull(self, mean: Tensor) -> Tensor:
+        # Rank is judged by correlations: coordinates may be in different units.
         spread = _spread(mean, self._size(mean.shape[-1]))
-        variances = torch.linalg.eigvalsh(spread)
-        size = variances.abs().amax(-1)
-        slack = 10 * torch.finfo(mean.dtype).eps * size
-        lowest = variances[..., 0]
-        return coded(lowest < -slack, lowest <= slack)
+        variances = spread.diagonal(dim1=-2, dim2=-1)
+        unit = torch.where(variances > 0, variances, 1.0).sqrt()
+        lowest = torch.linalg.eigvalsh(spread / unit[..., :, None] / unit[..., None, :])[..., 0]
+        slack = 100 * torch.finfo(mean.dtype).eps
+        outside = (variances < 0).any(-1) | (lowest < -slack)
+        return coded(outside, (variances == 0).any(-1) | (lowest <= slack))
 
-    def _inverse(self, mean: Tensor) -> Tensor:
+    def _inverse(self, mean: Tensor) -> Link:
         k = self._size(mean.shape[-1])
-        precision = torch.linalg.inv(_spread(mean, k))
-        precision = (precision + precision.mT) / 2
+        precision = inverse(_spread(mean, k))
         first = (precision @ mean[..., :k, None])[..., 0]
-        return torch.cat([first, packed_natural(precision)], -1)
+        return solved(torch.cat([first, packed_natural(precision)], -1))
 
     def _interior(self, mean: Tensor) -> Tensor:
         k = self._size(mean.shape[-1])

@@ -35,10 +35,14 @@ def from_torch(distribution: td.Distribution) -> Measure:
     tensor([[3.]])
     """
     match distribution:
+        case td.Bernoulli() if "logits" in vars(distribution):  # probs would round
+            return Bernoulli.from_natural(distribution.logits[..., None])
         case td.Bernoulli():
             return Bernoulli(distribution.probs)
         case td.Binomial():
             return Binomial(distribution.total_count, distribution.probs)
+        case td.Categorical() if "logits" in vars(distribution):
+            return Categorical.from_natural(distribution.logits)
         case td.Poisson():
             return Poisson(distribution.rate)
         case td.Geometric():

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian, pullback
-from cumulant.measures.checks import HALF, broadcast, require
+from cumulant.measures.checks import HALF, broadcast, numbers, require
 from cumulant.measures.newton import Problem, link_by_newton, whitening, wide
 from cumulant.measures.status import Code, Link, Status
 
-__all__ = ["Measure", "Tilted"]
+__all__ = ["Measure", "Tilted", "not_negative"]
 
 
 class _Entry(NamedTuple):
@@ -67,6 +67,8 @@ class Measure(ABC):
     _parameters: ClassVar[Mapping[str, int]] = {}
     # True where plain numbers were given: they take on the precision of eta.
     _weak: bool = False
+    # True where everything is computed in double precision, being cheap and prone to cancel.
+    _double: ClassVar[bool] = False
     # True where the measure was tilted by several natural parameters at once.
     _rows: bool = False
 
@@ -109,6 +111,10 @@ class Measure(ABC):
         """Where eta lies in the domain; None if that is everywhere."""
         return None
 
+    def _visible(self, eta: Tensor) -> Tensor:
+        """eta without the directions that the support does not see."""
+        return eta
+
     def _extent(self) -> tuple[Tensor, Tensor]:
         """A center ``(*batch, 1, d)`` and covariance ``(*batch, d, d)`` of the support."""
         zero = torch.zeros(1, self.dimension, dtype=self.dtype, device=self.device)
@@ -117,7 +123,15 @@ class Measure(ABC):
 
     def _problem(self) -> Problem:
         """What Newton's method minimizes to find the link."""
-        return Problem(self._value_and_mean, self._covariance)
+
+        def value_and_mean(eta: Tensor) -> tuple[Tensor, Tensor]:
+            inside = self._inside(eta)
+            if inside is None:
+                return self._value_and_mean(eta)
+            value, mean = self._value_and_mean(torch.where(inside[..., None], eta, 0.0))
+            return torch.where(inside, value, torch.inf), mean
+
+        return Problem(value_and_mean, self._covariance)
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
         measure, mean, resolution = wide(self, mean)
@@ -151,17 +165,20 @@ class Measure(ABC):
     @property
     def batch_shape(self) -> torch.Size:
         """The shape of the batch of measures."""
-        return torch.broadcast_shapes(*(x.shape[: x.ndim - k] for x, k in self._leaves().values()))
+        own = ((x, max(0, x.ndim - k)) for x, k in self._leaves().values())
+        return torch.broadcast_shapes((), *(x.shape[:n] for x, n in own))
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the measure's own parameters."""
-        return next(iter(self._leaves().values()))[0].dtype
+        leaves = self._leaves().values()
+        return next((x.dtype for x, _ in leaves), torch.get_default_dtype())
 
     @property
     def device(self) -> torch.device:
         """Where the measure's parameters live."""
-        return next(iter(self._leaves().values()))[0].device
+        leaves = self._leaves().values()
+        return next((x.device for x, _ in leaves), torch.device("cpu"))
 
     def __repr__(self) -> str:
         batch = tuple(self.batch_shape)
@@ -179,11 +196,12 @@ class Measure(ABC):
                 kind = torch.get_default_dtype() if self._weak else self.dtype
                 x = torch.zeros(d, dtype=kind, device=self.device)
             elif not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                kind = torch.get_default_dtype() if self._weak else self.dtype
                 try:
-                    x = torch.as_tensor(x, dtype=torch.get_default_dtype(), device=self.device)
+                    x = torch.as_tensor(x, dtype=kind, device=self.device)
                 except (TypeError, ValueError, RuntimeError):
-                    kind = type(x).__name__
-                    raise InputError(f"{owner}: {name} must be a tensor, not {kind}.") from None
+                    came = type(x).__name__
+                    raise InputError(f"{owner}: {name} must be a tensor, not {came}.") from None
             if x.is_complex() or x.ndim < 1 or x.shape[-1] != d:
                 raise InputError(
                     f"{owner}: {name} must be real with shape (..., M, {d}) or ({d},), the last "
@@ -204,6 +222,8 @@ class Measure(ABC):
             output = halves[0]  # half precision in, half precision out
         output = output or torch.get_default_dtype()
         compute = torch.float32 if output in HALF else output
+        if self._double and self.device.type != "mps":
+            compute = torch.float64
         flat = all(x.ndim == 1 for x in tensors.values()) and not self._rows
         rows = [(x if x.ndim > 1 else x[None]).to(compute) for x in tensors.values()]
         # The rows of a tilted measure pair off with those of eta, so they broadcast together.
@@ -266,7 +286,7 @@ class Measure(ABC):
 
         def divergence(p: Tensor) -> Tensor:
             slope = ((q - p) * measure._mean(p)).sum(-1)
-            return _not_negative(measure._guarded(q) - measure._log_normalizer(p) - slope)
+            return not_negative(measure._guarded(q) - measure._log_normalizer(p) - slope)
 
         return entry.finish(_where_inside(measure, p, divergence, 0), 0)
 
@@ -291,7 +311,8 @@ class Measure(ABC):
         """
         entry = self._enter("link", mean=mean)
         found: Link = entry.measure._link(*entry.arguments, throw)
-        value = entry.finish(found.value, 1)
+        top = torch.finfo(entry.dtype).max
+        value = entry.finish(found.value.clamp(-top, top), 1)
         return value if throw else Link(value, Status(_code(entry, found)))
 
     def dual(self, mean: Tensor) -> Tensor:
@@ -299,8 +320,15 @@ class Measure(ABC):
         entry = self._enter("dual", mean=mean)
         measure, (mean,) = entry.measure, entry.arguments
         found: Link = measure._link(mean, False)
-        value = (found.value * mean).sum(-1) - measure._log_normalizer(found.value)
+        eta = found.value
+        measure, mean = measure._to(eta.dtype), mean.to(eta.dtype)
+        value = (eta * mean).sum(-1) - measure._log_normalizer(eta)
+        value = torch.where(found.status.boundary, measure._edge(mean, value), value)
         return entry.finish(torch.where(found.status.outside, float("inf"), value), 0)
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        """G* on the boundary, given its value at the last eta before it."""
+        return near
 
     def tilt(self, eta: Tensor) -> Measure:
         """p_eta as a measure of its own, normalized: tilt(a).tilt(b) is tilt(a + b) (T2).
@@ -311,7 +339,8 @@ class Measure(ABC):
         entry = self._enter("tilt", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         _require_inside("tilt", measure, eta)
-        out: Measure = measure._tilted(eta)
+        narrow = torch.float32 if entry.dtype in HALF else entry.dtype
+        out: Measure = measure._tilted(eta)._to(narrow)
         out._rows, out._weak = not entry.flat, False
         return out
 
@@ -320,43 +349,49 @@ class Measure(ABC):
 
     def sample(self, eta: Tensor | None = None, n: int = 1) -> Tensor:
         """n draws from p_eta for each eta: ``(n, *batch, M, d)`` (no gradient)."""
-        if not isinstance(n, int) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"sample: n must be a whole number >= 0, not {n!r}.")
         entry = self._enter("sample", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         _require_inside("sample", measure, eta)
+        shape = (n, *eta.shape[:-1], measure._event_size())
         with torch.no_grad():
-            return entry.finish(measure._sample(eta, n), 1)
+            empty = 0 in shape
+            return entry.finish(eta.new_empty(shape) if empty else measure._sample(eta, n), 1)
 
     def log_prob(self, x: Tensor, eta: Tensor | None = None) -> Tensor:
         """log p(x | eta): log density, or log mass where the support is discrete.
 
         Args:
-            x: points ``(..., M, d)``, paired with eta as samples are; more dimensions may lead.
+            x: points ``(..., *batch, M, k)``, paired with eta as samples are; more dimensions may
+                lead. Without eta, or with a single one, ``(..., *batch, k)``.
             eta: ``(*batch, M, d)``.
 
         Returns:
-            ``(..., M)``; -inf outside the support.
+            The shape of x without its last dimension; -inf outside the support.
         """
+        owner, size = f"{type(self).__name__}.log_prob", self._event_size()
+        got, weak = numbers(owner, x=x)
+        if not weak and eta is None:  # x has a say in the precision
+            eta = torch.zeros(self.dimension, dtype=got["x"].dtype, device=self.device)
         entry = self._enter("log_prob", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
-        x = torch.as_tensor(x, device=self.device).to(eta.dtype)
-        size = measure._event_size()
+        x = got["x"].to(eta.dtype)
+        if x.device != self.device:
+            raise InputError(f"{owner}: x is on {x.device}, the measure on {self.device}.")
         if x.ndim < 1 or x.shape[-1] != size:
             raise InputError(
-                f"{type(self).__name__}.log_prob: x must have shape (..., M, {size}), but has "
-                f"{tuple(x.shape)}." + (" Add a dimension with x[..., None]." if size == 1 else "")
+                f"{owner}: x must have shape (..., M, {size}), but has {tuple(x.shape)}."
+                + (" Add a dimension with x[..., None]." if size == 1 else "")
             )
-        require(~x.isnan(), lambda: f"{type(self).__name__}.log_prob: x holds NaN.")
-        flat = entry.flat and x.ndim == 1
-        x = x[None] if x.ndim == 1 else x
-        broadcast(f"{type(self).__name__}.log_prob", x=x.shape[:-1], eta=eta.shape[:-1])
+        # Without rows in eta there are none in x, as samples have none.
+        x = x[..., None, :] if entry.flat or x.ndim == 1 else x
+        broadcast(owner, x=x.shape[:-1], eta=eta.shape[:-1])
 
         def density(eta: Tensor) -> Tensor:
             return measure._log_density(x, eta)
 
-        value = _where_inside(measure, eta, density, 0)
-        return entry._replace(flat=flat).finish(value, 0)
+        return entry.finish(_where_inside(measure, eta, density, 0), 0)
 
     def _event_size(self) -> int:
         """How many numbers one x is."""
@@ -409,7 +444,13 @@ class Tilted(Measure):
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
         found = self.base._link(mean, throw)
-        return Link(found.value - self.shift, found.status)
+        shift = self.shift.to(found.value.dtype)
+        return Link(found.value - self.base._visible(shift), found.status)
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        shift = self.shift.to(mean.dtype)
+        own = self.base._log_normalizer(shift) - (shift * mean).sum(-1)
+        return self.base._edge(mean, near - own) + own
 
     def _tilted(self, eta: Tensor) -> Measure:
         return Tilted(self.base, self.shift + eta)
@@ -440,7 +481,7 @@ def _require_inside(call: str, measure: Measure, eta: Tensor) -> None:
         require(inside, lambda: f"{name}.{call}: some eta lie outside the domain (G = +inf).")
 
 
-def _not_negative(x: Tensor) -> Tensor:
+def not_negative(x: Tensor) -> Tensor:
     """Rounding below zero taken off the value, not off the derivatives."""
     return x + (-x).clamp_min(0.0).detach()
 

@@ -22,8 +22,10 @@ from cumulant.measures.checks import (
     symmetric_definite,
 )
 from cumulant.measures.empirical import Empirical, unpack
+from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import could_be_dense, log_gaussian
 from cumulant.measures.measure import Measure
+from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["GaussianMixture", "Mixture"]
 
@@ -152,6 +154,11 @@ class GaussianMixture(Measure):
     def _mean(self, eta: Tensor) -> Tensor:
         return self._value_and_mean(eta)[1]
 
+    def _covariance(self, eta: Tensor) -> Tensor:
+        # In double precision: peaked responsibilities leave small differences of large features.
+        double = self._to(eta.dtype if eta.device.type == "mps" else torch.float64)
+        return super(GaussianMixture, double)._covariance(eta.to(double.dtype)).to(eta.dtype)
+
     def _value_and_mean(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """G, and E[mu] + E[S] eta over the responsibilities."""
         value, expected = self._features()._value_and_mean(self._lift(eta))
@@ -197,7 +204,7 @@ class GaussianMixture(Measure):
                 lambda: "log_normalizer_bound: q must be >= 0 and sum to 1 over the components.",
             )
             if share.ndim == 1:
-                q = share[None]
+                share = share[None]
             broadcast("log_normalizer_bound", q=share.shape[:-1], eta=eta.shape[:-1])
         expected = share @ measure._features().points
         value = (expected * measure._lift(eta)).sum(-1)
@@ -241,9 +248,12 @@ class GaussianMixture(Measure):
         return center + drawn[..., d:].sqrt() * noise
 
     def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
+        inside = x.isfinite().all(-1)
+        x = torch.where(inside[..., None], x, 0.0)
         away = x[..., None, :, :] - self.means[..., :, None, :]  # (..., N, M, d)
         logs = log_gaussian(away, self._roots()) + self.log_weights[..., None]
-        return logs.logsumexp(-2) + (x * eta).sum(-1) - self._log_normalizer(eta)
+        value = logs.logsumexp(-2) + (x * eta).sum(-1) - self._log_normalizer(eta)
+        return torch.where(inside, value, -math.inf)
 
     def to_torch(self) -> td.MixtureSameFamily:
         """The mixture as torch's own."""
@@ -310,6 +320,8 @@ class Mixture(Measure):
                 f"batch shape {tuple(components.batch_shape)}."
             )
         n = components.batch_shape[-1]
+        if n == 0:
+            raise InputError("Mixture: there must be at least one component.")
         self.components, self._weak = components, components._weak
         if log_weights is None:
             like = torch.zeros(n, dtype=components.dtype, device=components.device)
@@ -361,6 +373,17 @@ class Mixture(Measure):
     def _inside(self, eta: Tensor) -> Tensor | None:
         inside = self.components._inside(self._own(eta))
         return None if inside is None else inside.all(-2)
+
+    def _link(self, mean: Tensor, throw: bool) -> Link:
+        """By Newton's method, inside the hull of what any component may produce."""
+        if not isinstance(self.components, ExponentialFamily):
+            return super()._link(mean, throw)
+        code = self.components._hull(mean[..., None, :, :]).amin(-2).expand(mean.shape[:-1])
+        good = (code == Code.CONVERGED)[..., None]
+        zero = torch.zeros_like(mean)
+        found = super()._link(torch.where(good, mean, self._mean(zero)), False)
+        code = torch.where(good[..., 0], found.status.code, code)
+        return Link(found.value, Status(checked(code, throw)))
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
         share = self._parts(eta)[1].movedim(-2, -1)

@@ -257,7 +257,7 @@ def minimize(
         retry = stuck & ~stale[..., rows] & (fate != Code.CONVERGED)  # with a fresh factor
         code[..., rows] = fate
         active[..., rows] = moved | lost | retry
-        returnable[..., rows] = moved
+        returnable[..., rows] = moved & ~thin
         slope = (target - new.gradient) @ frame.whiten
         ahead = (slope * torch.cholesky_solve(slope[..., None], whole)[..., 0]).sum(-1)
         stale[..., rows] = (ahead > _KEEP * decrement) | (decrement > 0.1) | ~moved

@@ -11,7 +11,8 @@ from torch import distributions as td
 
 from cumulant.errors import InputError
 from cumulant.measures.checks import broadcast, numbers, positive, row_of
-from cumulant.measures.family import ExponentialFamily, coded, interval
+from cumulant.measures.family import ExponentialFamily, coded, interval, solved
+from cumulant.measures.status import Link
 
 __all__ = ["Exponential", "FixedShapeGamma", "Gamma"]
 
@@ -76,11 +77,11 @@ class FixedShapeGamma(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Tensor:
-        return -self._shape / mean
+    def _inverse(self, mean: Tensor) -> Link:
+        return solved(-self._shape / mean)
 
     def _log_base(self, x: Tensor) -> Tensor:
-        ok, a = x[..., 0] > 0, self._shape[..., 0]
+        ok, a = (x[..., 0] > 0) & x[..., 0].isfinite(), self._shape[..., 0]
         log_x = torch.where(ok, x[..., 0], 1.0).log()
         return torch.where(ok, (a - 1) * log_x - torch.lgamma(a), -torch.inf)
 
@@ -105,17 +106,19 @@ class Exponential(FixedShapeGamma):
 
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
-        return super()._empty(d, concentration=1.0, **fixed)
+        if fixed:
+            raise InputError(f"Exponential has no parameter {', '.join(fixed)} that is fixed.")
+        return super()._empty(d, concentration=1.0)
 
     def _log_base(self, x: Tensor) -> Tensor:
-        return torch.where(x[..., 0] >= 0, 0.0, -torch.inf)
+        return torch.where((x[..., 0] >= 0) & x[..., 0].isfinite(), 0.0, -torch.inf)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
         return td.Exponential(-theta[..., 0], validate_args=False)
 
 
 class Gamma(ExponentialFamily):
-    """Gamma with statistics u(x) = (x, log x), theta = (-rate, shape - 1) (T26).
+    """Gamma with statistics u(x) = (x, log x), theta = (-rate, shape), base 1/x (T26).
 
     A = log Gamma(shape) - shape log rate. The conjugate prior of Poisson and exponential rates. To
     tilt in x alone, with d = 1, take `FixedShapeGamma`.
@@ -133,7 +136,7 @@ class Gamma(ExponentialFamily):
         got, self._weak = numbers("Gamma", concentration=concentration, rate=rate)
         broadcast("Gamma", **{n: x.shape for n, x in got.items()})
         shape = positive("Gamma", "concentration", got["concentration"])
-        both = torch.broadcast_tensors(-positive("Gamma", "rate", got["rate"]), shape - 1)
+        both = torch.broadcast_tensors(-positive("Gamma", "rate", got["rate"]), shape)
         self._theta = torch.stack(both, -1)[..., None, :]
 
     def _check_size(self) -> None:
@@ -142,7 +145,7 @@ class Gamma(ExponentialFamily):
     @property
     def concentration(self) -> Tensor:
         """The shape."""
-        return self._shown(self._theta[..., 1] + 1, 0)
+        return self._shown(self._theta[..., 1], 0)
 
     @property
     def rate(self) -> Tensor:
@@ -161,15 +164,15 @@ class Gamma(ExponentialFamily):
         return mean, mean[..., None] / self.rate[..., None, None]
 
     def _potential(self, theta: Tensor) -> Tensor:
-        a, b = theta[..., 1] + 1, -theta[..., 0]
+        a, b = theta[..., 1], -theta[..., 0]
         return torch.lgamma(a) - a * b.log()
 
     def _gradient(self, theta: Tensor) -> Tensor:
-        a, b = theta[..., 1] + 1, -theta[..., 0]
+        a, b = theta[..., 1], -theta[..., 0]
         return torch.stack([a / b, torch.digamma(a) - b.log()], -1)
 
     def _valid(self, theta: Tensor) -> Tensor | None:
-        return (theta[..., 0] < 0) & (theta[..., 1] > -1)
+        return (theta[..., 0] < 0) & (theta[..., 1] > 0)
 
     def _hull(self, mean: Tensor) -> Tensor:
         # Jensen: log E[x] > E[log x], with equality for a point mass.
@@ -181,7 +184,7 @@ class Gamma(ExponentialFamily):
         # Minka's approximation to the inverse of log a - digamma(a).
         gap = mean[..., 0].log() - mean[..., 1]
         a = (3 - gap + ((gap - 3) ** 2 + 24 * gap).sqrt()) / (12 * gap)
-        return torch.stack([-a / mean[..., 0], a - 1], -1)
+        return torch.stack([-a / mean[..., 0], a], -1)
 
     def _interior(self, mean: Tensor) -> Tensor:
         return mean.new_tensor([1.0, -1.0]).expand_as(mean)
@@ -190,7 +193,8 @@ class Gamma(ExponentialFamily):
         return torch.ones_like(x)
 
     def _log_base(self, x: Tensor) -> Tensor:
-        return torch.where(x[..., 0] > 0, 0.0, -torch.inf)
+        ok = (x[..., 0] > 0) & x[..., 0].isfinite()
+        return torch.where(ok, -torch.where(ok, x[..., 0], 1.0).log(), -torch.inf)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
-        return td.Gamma(theta[..., 1] + 1, -theta[..., 0], validate_args=False)
+        return td.Gamma(theta[..., 1], -theta[..., 0], validate_args=False)

@@ -14,7 +14,7 @@ __all__ = ["Beta", "Dirichlet"]
 
 
 class Dirichlet(ExponentialFamily):
-    """Dirichlet with statistics u(x) = log x, theta = concentration - 1 (T26).
+    """Dirichlet with statistics u(x) = log x, theta = concentration, base 1 / prod x (T26).
 
     A = sum_k log Gamma(a_k) - log Gamma(sum_k a_k). The conjugate prior of categorical
     probabilities.
@@ -35,15 +35,16 @@ class Dirichlet(ExponentialFamily):
                 f"Dirichlet: concentration must have shape (..., K) with K at least 2, but has "
                 f"{tuple(a.shape)}."
             )
-        self._theta = (a - 1)[..., None, :]
+        self._theta = a[..., None, :]
 
     def _check_size(self) -> None:
-        """Any number of coordinates will do."""
+        if self._theta.shape[-1] < 2:
+            raise InputError("Dirichlet: parameters must end in a dimension of at least 2.")
 
     @property
     def concentration(self) -> Tensor:
         """The concentration."""
-        return self._shown(self._theta + 1, 1)
+        return self._shown(self._theta, 1)
 
     def statistic(self, x: Tensor) -> Tensor:
         return x.log()
@@ -57,15 +58,13 @@ class Dirichlet(ExponentialFamily):
         return mean, spread / (total[..., None] + 1)
 
     def _potential(self, theta: Tensor) -> Tensor:
-        a = theta + 1
-        return torch.lgamma(a).sum(-1) - torch.lgamma(a.sum(-1))
+        return torch.lgamma(theta).sum(-1) - torch.lgamma(theta.sum(-1))
 
     def _gradient(self, theta: Tensor) -> Tensor:
-        a = theta + 1
-        return torch.digamma(a) - torch.digamma(a.sum(-1, keepdim=True))
+        return torch.digamma(theta) - torch.digamma(theta.sum(-1, keepdim=True))
 
     def _valid(self, theta: Tensor) -> Tensor | None:
-        return (theta > -1).all(-1)
+        return (theta > 0).all(-1)
 
     def _hull(self, mean: Tensor) -> Tensor:
         # Jensen: sum_k exp E[log x_k] < 1, with equality for a point mass.
@@ -79,7 +78,7 @@ class Dirichlet(ExponentialFamily):
         a = _inverse_digamma(mean + torch.digamma(total))
         for _ in range(5):  # Minka's fixed point
             a = _inverse_digamma(mean + torch.digamma(a.sum(-1, keepdim=True)))
-        return a - 1
+        return a
 
     def _interior(self, mean: Tensor) -> Tensor:
         return mean.new_full((1,), -2.0).expand_as(mean) - torch.tensor(mean.shape[-1]).log()
@@ -88,15 +87,16 @@ class Dirichlet(ExponentialFamily):
         return torch.full_like(x, 1 / x.shape[-1])
 
     def _log_base(self, x: Tensor) -> Tensor:
-        slack = 1e2 * torch.finfo(x.dtype).eps
+        slack = 1e2 * torch.finfo(torch.float32).eps
         inside = (x > 0).all(-1) & ((x.sum(-1) - 1).abs() <= slack)
-        return torch.where(inside, 0.0, -torch.inf)
+        logs = torch.where(inside[..., None], x, 1.0).log()
+        return torch.where(inside, -logs.sum(-1), -torch.inf)
 
     def _event(self, x: Tensor) -> Tensor:
         return x
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
-        return td.Dirichlet(theta + 1, validate_args=False)
+        return td.Dirichlet(theta, validate_args=False)
 
 
 def _inverse_digamma(y: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _inverse_digamma(y: Tensor) -> Tensor:
 
 
 class Beta(Dirichlet):
-    """Beta with statistics u(x) = (log x, log(1 - x)), theta = (a - 1, b - 1) (T26).
+    """Beta with statistics u(x) = (log x, log(1 - x)), theta = (a, b), base 1 / (x (1 - x)) (T26).
 
     A Dirichlet of (x, 1 - x). The conjugate prior of Bernoulli probabilities.
 
@@ -126,7 +126,7 @@ class Beta(Dirichlet):
         )
         broadcast("Beta", **{n: x.shape for n, x in got.items()})
         both = torch.broadcast_tensors(*(positive("Beta", n, x) for n, x in got.items()))
-        self._theta = (torch.stack(both, -1) - 1)[..., None, :]
+        self._theta = torch.stack(both, -1)[..., None, :]
 
     def _check_size(self) -> None:
         self._needs(2)
@@ -156,10 +156,12 @@ class Beta(Dirichlet):
         return torch.full_like(x, 0.5)
 
     def _log_base(self, x: Tensor) -> Tensor:
-        return torch.where((x[..., 0] > 0) & (x[..., 0] < 1), 0.0, -torch.inf)
+        inside = (x[..., 0] > 0) & (x[..., 0] < 1)
+        y = torch.where(inside, x[..., 0], 0.5)
+        return torch.where(inside, -y.log() - torch.log1p(-y), -torch.inf)
 
     def _event(self, x: Tensor) -> Tensor:
         return x[..., None]
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
-        return td.Beta(theta[..., 0] + 1, theta[..., 1] + 1, validate_args=False)
+        return td.Beta(theta[..., 0], theta[..., 1], validate_args=False)

@@ -25,7 +25,7 @@ class Code(IntEnum):
 _DIAGNOSIS = {
     Code.BOUNDARY: "lie on the boundary of the convex hull of the support, where eta is infinite",
     Code.OUTSIDE: "lie outside the convex hull of the support, so that no eta has them",
-    Code.STALLED: "were not reached: rounding stopped Newton's method, so rescale the points",
+    Code.STALLED: "were not reached: they lie outside, or rounding stopped Newton's method",
 }
 
 
@@ -45,6 +45,10 @@ class Status(NamedTuple):
     @property
     def outside(self) -> Tensor:
         return self.code == Code.OUTSIDE
+
+    @property
+    def stalled(self) -> Tensor:
+        return self.code == Code.STALLED
 
     def __str__(self) -> str:
         return diagnosis(self.code) or f"all {self.code.numel()} means have a natural parameter"
@@ -67,12 +71,10 @@ class _Checked(torch.autograd.Function):
     """The identity on codes that raises where one is bad, inside vmap too."""
 
     @staticmethod
-    def forward(code: Tensor) -> Tensor:
+    def forward(code: Tensor, call: str) -> Tensor:
         if bool((code != Code.CONVERGED).any()):
-            raise InputError(
-                f"link: {diagnosis(code)}. Pass throw=False for the status of each, or move the "
-                "means inside."
-            )
+            hint = " Pass throw=False for the status of each." if call == "link" else ""
+            raise InputError(f"{call}: {diagnosis(code)}.{hint}")
         return code.clone()
 
     @staticmethod
@@ -81,17 +83,17 @@ class _Checked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None,)
+        return None, None
 
     @staticmethod
     def jvp(ctx: Any, *grads: Any) -> Any:
         return None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], code: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Checked.apply(code), in_dims[0]
+    def vmap(info: Any, in_dims: tuple[int | None, ...], code: Tensor, call: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Checked.apply(code, call), in_dims[0]
 
 
-def checked(code: Tensor, throw: bool) -> Tensor:
-    """`code`, or an error that counts the failures."""
-    return cast(Tensor, _Checked.apply(code)) if throw else code
+def checked(code: Tensor, throw: bool, call: str = "link") -> Tensor:
+    """`code`, or an error of that call that counts the failures."""
+    return cast(Tensor, _Checked.apply(code, call)) if throw else code
