@@ -109,9 +109,9 @@ def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> st
         "| shape | quantity | against | ours | theirs | ratio | aim, at most |",
         "|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        lines.append(
-            f"| {r.shape} | {r.quantity} | {r.against} | {r.amount:.1f} {r.unit} "
-            f"| {r.baseline:.1f} {r.unit} | {short(r.ratio)} | {aim(r, aims)} |"
-        )
+    lines += [
+        f"| {r.shape} | {r.quantity} | {r.against} | {r.amount:.1f} {r.unit} "
+        f"| {r.baseline:.1f} {r.unit} | {short(r.ratio)} | {aim(r, aims)} |"
+        for r in rows
+    ]
     return "\n".join(lines) + "\n"
