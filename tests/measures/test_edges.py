@@ -402,3 +402,120 @@ def test_a_measure_of_ones_own():
     x = t([0.5], [2.0])[:, None]
     expected = td.Laplace(t(0.0, 1.0), t(1.0, 2.0)).log_prob(x[:, 0, 0])
     torch.testing.assert_close(h.log_prob(x, torch.zeros(1, 1))[:, 0], expected)
+
+
+def test_categories_in_single_precision_accept_their_own_means():
+    for seed in range(20):
+        torch.manual_seed(seed)
+        h = cm.Categorical(torch.rand(10))
+        eta = torch.randn(3, 10)
+        mean = h.mean(eta)
+        torch.testing.assert_close(h.mean(h.link(mean)), mean)
+        assert h.dual(mean).isfinite().all()
+    cm.Categorical.from_expectation(torch.randn(10).softmax(-1))
+
+
+def test_the_dual_of_mixtures_on_the_boundary():
+    """Minus the log of the mass there, by torch; infinite where there is none."""
+    law = td.MixtureSameFamily(td.Categorical(torch.ones(2)), td.Poisson(t(1.0, 5.0)))
+    h = cm.Mixture(cm.Poisson(t(1.0, 5.0)))
+    assert float(h.dual(t(0.0))) == pytest.approx(-float(law.log_prob(t(0.0))), rel=1e-9)
+    tilted = h.tilt(t(0.3))
+    assert float(tilted.dual(t(0.0))) == pytest.approx(-float(tilted.log_prob(t(0.0))), rel=1e-9)
+    corners = cm.Mixture(cm.Categorical(t([0.2, 0.3, 0.5], [0.1, 0.1, 0.8])))
+    assert float(corners.dual(t(1.0, 0.0, 0.0))) == pytest.approx(-math.log(0.15))
+    assert cm.Mixture(cm.Exponential(t(1.0, 2.0))).dual(t(0.0)) == INF
+
+
+def test_a_mixture_of_points_is_a_set_of_points():
+    h = cm.Mixture(cm.Empirical(t([[0.0], [1.0]], [[1.0], [3.0]])))
+    assert h.dual(t(4.0)) == INF
+    value, status = h.link(t([0.0], [3.0], [1.2]), throw=False)
+    assert status.code.tolist() == [1, 1, 0]
+    assert float(h.mean(value[2])) == pytest.approx(1.2)
+
+
+def test_mixtures_keep_their_digits_in_single_precision():
+    far = torch.tensor([[1e4], [1e4 + 3]])
+    h = cm.Mixture(cm.Gaussian(far, torch.tensor([[1.0], [2.0]])))
+    double = cm.Mixture(cm.Gaussian(far.double(), t([1.0], [2.0])))
+    eta = torch.tensor([[-0.1]])
+    torch.testing.assert_close(
+        h.covariance(eta).double(), double.covariance(eta.double()), rtol=1e-5, atol=0
+    )
+    beta = cm.Mixture(cm.Beta(torch.tensor([1e4, 2e4]), torch.tensor([1e4, 1e4])))
+    exact = cm.Mixture(cm.Beta(t(1e4, 2e4), t(1e4, 1e4)))
+    e = torch.tensor([[0.1, 0.2]])
+    assert float(beta.relative_entropy(e)) == pytest.approx(
+        float(exact.relative_entropy(e.double())), rel=1e-3
+    )
+
+
+MODES = [jacrev, jacfwd]
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("middle", MODES)
+@pytest.mark.parametrize("inner", MODES)
+def test_third_derivatives_of_links_in_every_mode(outer, middle, inner):
+    """torch's solve is wrong at second order over forward mode; finite differences tell."""
+    f, m = cm.Gamma(2.0, 1.0).link, t(2.2, 0.5)
+    second = lambda m: jacrev(jacrev(f))(m)
+    step = 1e-5
+    basis = torch.eye(2, dtype=DOUBLE)
+    numeric = torch.stack(
+        [(second(m + step * e) - second(m - step * e)) / (2 * step) for e in basis], -1
+    )
+    torch.testing.assert_close(outer(middle(inner(f)))(m), numeric, rtol=1e-4, atol=1e-3)
+    h = cm.Gaussian(t(0.0, 0.0), t([2.0, 0.5], [0.5, 1.0]))
+    g = lambda S: cm.Gaussian(t(0.0, 0.0), (S + S.mT) / 2).link(t(0.3, -0.4))
+    S = h.covariance_matrix
+    torch.testing.assert_close(middle(inner(g))(S), jacrev(jacrev(g))(S))
+
+
+def test_laws_of_other_sizes_are_refused():
+    for source in (
+        td.Independent(td.Gamma(t(2.0, 3.0), t(1.0, 1.0)), 1),
+        td.VonMises(t(0.0)[0], t(1.0)[0]),
+        td.Independent(td.Normal(torch.zeros(2, 3), torch.ones(2, 3)), 2),
+        cm.Gaussian(t(0.5, 1.0), 1.0),
+    ):
+        for onto in (td.Normal, cm.Exponential):
+            with pytest.raises(cm.InputError, match="project each coordinate by itself"):
+                cm.project(source, onto)
+    torch.testing.assert_close(
+        cm.project(cm.Dirichlet(t(0.5, 1.0)), cm.Beta).concentration, t(0.5, 1.0)
+    )
+
+
+def test_failing_rows_have_zero_slopes_in_every_mode():
+    h = cm.Empirical(torch.randn(30, 2, dtype=DOUBLE))
+    f = lambda m: h.link(m, throw=False).value
+    means = t([0.0, 0.0], [100.0, 0.0])
+    for derivative in (vmap(jacfwd(f)), vmap(jacrev(f)), vmap(jacfwd(jacrev(f)))):
+        out = derivative(means)
+        assert out.isfinite().all()
+        assert (out[1] == 0).all()
+
+
+def test_off_the_support_the_log_probability_has_no_slope():
+    f = lambda w: cm.Empirical(t([0.0], [1.0]), w).log_prob(t(5.0), t(0.3))
+    for derivative in (jacfwd, jacrev):
+        assert derivative(f)(t(0.0, 0.0)).tolist() == [0.0, 0.0]
+
+
+def test_weights_spread_over_fifty_nats():
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        points = torch.randn(60, 9, generator=g, dtype=DOUBLE)
+        logs = 10 * torch.randn(60, generator=g, dtype=DOUBLE)
+        shift = torch.randn(9, generator=g, dtype=DOUBLE)
+        mean = (points @ shift).softmax(0) @ points  # inside: positive weights on all points
+        h = cm.Empirical(points, logs)
+        torch.testing.assert_close(h.mean(h.link(mean)), mean, rtol=1e-8, atol=1e-9)
+
+
+def test_infinite_observations_are_refused():
+    for likelihood in (cm.Poisson, cm.Exponential):
+        with pytest.raises(cm.InputError, match="observations must be finite"):
+            cm.posterior(cm.Gamma(1.0, 1.0), likelihood, t(INF))

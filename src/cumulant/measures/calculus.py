@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["gradient", "jacobian", "pullback"]
+__all__ = ["gradient", "jacobian", "log_sum_exp", "pullback"]
 
 
 def pullback(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Any]:
@@ -36,3 +36,13 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     basis = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.vmap(column)(basis).movedim(0, -1)
+
+
+def log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """log sum exp, -inf where all are; torch's own has NaN derivatives at -inf in forward mode."""
+    peak = x.detach().amax(dim, keepdim=True)
+    empty = peak == -torch.inf
+    peak = torch.where(empty, 0.0, peak)
+    total = (x - peak).exp().sum(dim, keepdim=True)
+    out = torch.where(empty, 1.0, total).log() + peak
+    return torch.where(empty, -torch.inf, out).squeeze(dim)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, numbers, require
+from cumulant.measures.checks import broadcast, finite, numbers, require
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal, inverse, packed_natural
@@ -62,7 +62,7 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
         full = posterior(Normal(prior.loc, prior.covariance_matrix), likelihood, observations)
         return full._replace(measure=Gaussian(full.measure.loc, full.measure.covariance_matrix))
     got, weak = numbers("posterior", observations=observations)
-    y = got["observations"]
+    y = finite("posterior", "observations", got["observations"])
     kind = torch.get_default_dtype() if weak else y.dtype
     if not prior._weak:
         kind = prior.dtype if weak else torch.promote_types(y.dtype, prior.dtype)
@@ -93,7 +93,7 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     if y.ndim < (2 if vectors else 1):
         raise InputError(
             f"posterior: observations must have shape (..., n{', k' * vectors}), not "
-            f"{tuple(y.shape)}" + ("; categories are one-hot vectors." if vectors else ".")
+            f"{tuple(y.shape)}{'; categories are one-hot' * isinstance(prior, Dirichlet)}."
         )
     lead, count = (y.shape[:-2], y.shape[-2]) if vectors else (y.shape[:-1], y.shape[-1])
     n = y.new_full(lead, count)

@@ -13,6 +13,7 @@ from torch import distributions as td
 
 from cumulant.errors import InputError
 from cumulant.kernels.merge import shares
+from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.checks import (
     broadcast,
     log_masses,
@@ -313,15 +314,14 @@ class Categorical(ExponentialFamily):
         return self._shown(self._gradient(self._theta), 1)
 
     def _potential(self, theta: Tensor) -> Tensor:
-        peak = theta.detach().amax(-1, keepdim=True)
-        return (theta - peak).exp().sum(-1).log() + peak[..., 0]
+        return log_sum_exp(theta, -1)
 
     def _gradient(self, theta: Tensor) -> Tensor:
         return (theta - self._potential(theta)[..., None]).exp()
 
     def _hull(self, mean: Tensor) -> Tensor:
         alive = self._theta > -torch.inf
-        slack = 1e3 * torch.finfo(mean.dtype).eps
+        slack = 1e-5  # what single precision makes of a sum of one
         total = (mean.sum(-1) - 1).abs() > slack
         stray = (~alive & (mean.abs() > slack)).any(-1)
         inner = torch.where(alive, mean, 1.0)

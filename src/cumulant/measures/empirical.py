@@ -12,6 +12,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, Options, attention, expectation
+from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.checks import broadcast, finite, log_masses, numbers
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import Problem, whitening
@@ -230,7 +231,7 @@ class Empirical(Measure):
         for piece in x.split(step, -2):
             same = (piece[..., :, None, :] == self.points[..., None, :, :]).all(-1)
             logs = x.new_zeros(1) if self.log_weights is None else self.log_weights[..., None, :]
-            parts.append(torch.where(same, logs, -math.inf).logsumexp(-1))
+            parts.append(log_sum_exp(torch.where(same, logs, -math.inf), -1))
         return torch.cat(parts, -1) if parts else x.new_zeros(x.shape[:-1])
 
 

@@ -31,7 +31,7 @@ class ExponentialFamily(Measure):
     """A member of an exponential family, as a measure to tilt: theta becomes theta + eta (T2)."""
 
     _parameters: ClassVar[Mapping[str, int]] = {"_theta": 2}
-    _double: ClassVar[bool] = True
+    _double: bool = True
     # True where laws on the boundary of the hull, such as p = 0, are members too.
     _closed: ClassVar[bool] = False
     _theta: Tensor

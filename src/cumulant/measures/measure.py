@@ -68,7 +68,7 @@ class Measure(ABC):
     # True where plain numbers were given: they take on the precision of eta.
     _weak: bool = False
     # True where everything is computed in double precision, being cheap and prone to cancel.
-    _double: ClassVar[bool] = False
+    _double: bool = False
     # True where the measure was tilted by several natural parameters at once.
     _rows: bool = False
 
@@ -408,6 +408,7 @@ class Tilted(Measure):
     def __init__(self, base: Measure, shift: Tensor) -> None:
         self.base = base
         self.shift = shift
+        self._double = base._double
 
     def _leaves(self) -> dict[str, tuple[Tensor, int]]:
         inner = {"base." + n: leaf for n, leaf in self.base._leaves().items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from cumulant.errors import InputError
+from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.checks import (
     broadcast,
     finite,
@@ -252,7 +253,7 @@ class GaussianMixture(Measure):
         x = torch.where(inside[..., None], x, 0.0)
         away = x[..., None, :, :] - self.means[..., :, None, :]  # (..., N, M, d)
         logs = log_gaussian(away, self._roots()) + self.log_weights[..., None]
-        value = logs.logsumexp(-2) + (x * eta).sum(-1) - self._log_normalizer(eta)
+        value = log_sum_exp(logs, -2) + (x * eta).sum(-1) - self._log_normalizer(eta)
         return torch.where(inside, value, -math.inf)
 
     def to_torch(self) -> td.MixtureSameFamily:
@@ -323,6 +324,7 @@ class Mixture(Measure):
         if n == 0:
             raise InputError("Mixture: there must be at least one component.")
         self.components, self._weak = components, components._weak
+        self._double = True
         if log_weights is None:
             like = torch.zeros(n, dtype=components.dtype, device=components.device)
             self.log_weights = like - math.log(n)
@@ -359,9 +361,8 @@ class Mixture(Measure):
     def _parts(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """G and log responsibilities ``(*batch, N, M)``."""
         logs = self.components._log_normalizer(self._own(eta)) + self.log_weights[..., None]
-        peak = logs.detach().amax(-2, keepdim=True)
-        total = (logs - peak).exp().sum(-2, keepdim=True).log() + peak
-        return total[..., 0, :], logs - total
+        total = log_sum_exp(logs, -2)
+        return total, logs - total[..., None, :]
 
     def _log_normalizer(self, eta: Tensor) -> Tensor:
         return self._parts(eta)[0]
@@ -376,14 +377,29 @@ class Mixture(Measure):
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
         """By Newton's method, inside the hull of what any component may produce."""
+        if isinstance(self.components, Empirical):
+            return self._pooled(self.components)._link(mean, throw)
         if not isinstance(self.components, ExponentialFamily):
             return super()._link(mean, throw)
         code = self.components._hull(mean[..., None, :, :]).amin(-2).expand(mean.shape[:-1])
-        good = (code == Code.CONVERGED)[..., None]
-        zero = torch.zeros_like(mean)
-        found = super()._link(torch.where(good, mean, self._mean(zero)), False)
-        code = torch.where(good[..., 0], found.status.code, code)
+        outside = (code == Code.OUTSIDE)[..., None]
+        found = super()._link(torch.where(outside, self._mean(torch.zeros_like(mean)), mean), False)
+        code = torch.where(code == Code.CONVERGED, found.status.code, code)
         return Link(found.value, Status(checked(code, throw)))
+
+    def _pooled(self, components: Empirical) -> Empirical:
+        """A mixture of weighted points is one set of weighted points."""
+        points, own = components.points, components.log_weights
+        logs = self.log_weights[..., None].expand(*self.log_weights.shape, points.shape[-2])
+        logs = logs if own is None else logs + own
+        batch = torch.broadcast_shapes(points.shape[:-2], logs.shape[:-1])
+        points = points.expand(*batch, *points.shape[-2:])
+        return Empirical(points.flatten(-3, -2), logs.expand(*batch, -1).flatten(-2))
+
+    def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
+        """The limit, unless the components have no mass on the boundary."""
+        edge = self.components._edge(mean[..., None, :, :], near[..., None, :])
+        return torch.where((edge == torch.inf).all(-2), torch.inf, near)
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
         share = self._parts(eta)[1].movedim(-2, -1)
@@ -395,7 +411,7 @@ class Mixture(Measure):
     def _log_density(self, x: Tensor, eta: Tensor) -> Tensor:
         share = self._parts(eta)[1]
         logs = self.components._log_density(x[..., None, :, :], self._own(eta))
-        return (logs + share).logsumexp(-2)
+        return log_sum_exp(logs + share, -2)
 
     def _event_size(self) -> int:
         return self.components._event_size()

@@ -28,6 +28,8 @@ _KEEP = 1e-3
 _DOUBTFUL = 1e-4
 # A direction whose variance has shrunk to this part of the untilted one has met the boundary.
 _VANISHED = 1e3 * torch.finfo(torch.float64).eps
+# What is added to the Hessian there, while the mean is still far.
+_RIDGE = 1e-6
 
 
 class Problem(NamedTuple):
@@ -113,13 +115,15 @@ def newton_step(
     problem: Problem, mean: Tensor, eta: Tensor, frame: Frame, moving: Tensor
 ) -> Tensor:
     """One full Newton step, differentiable; rows that are not `moving` stay."""
-    curvature = _curvature(problem.hessian, eta, frame)
+    move = moving[..., None]
+    here = torch.where(move, eta, 0.0)
     eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
-    curvature = torch.where(moving[..., None, None], curvature, eye)
-    slope = (mean - problem.value_and_gradient(eta)[1]) @ frame.whiten
-    slope = torch.where(moving[..., None], slope, 0.0)
-    step = torch.linalg.solve(curvature, slope[..., None])[..., 0]
-    return (eta + step @ frame.whiten.mT) @ frame.span
+    curvature = _curvature(problem.hessian, here, frame)
+    curvature = torch.where(move[..., None], curvature, eye)
+    slope = (mean - problem.value_and_gradient(here)[1]) @ frame.whiten
+    # By the inverse: torch's solve has wrong second derivatives over forward mode.
+    step = (torch.linalg.inv(curvature) @ slope[..., None])[..., 0]
+    return torch.where(move, (here + step @ frame.whiten.mT) @ frame.span, eta)
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
@@ -127,12 +131,19 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of the Hessian, and their smallest squared pivots; 0 where there is none."""
+    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where there are none."""
 
     def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
-        factor, info = torch.linalg.cholesky_ex(_curvature(hessian, eta, frame))
+        curvature = _curvature(hessian, eta, frame)
+        factor, info = torch.linalg.cholesky_ex(curvature)
         pivot = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-        return factor, torch.where((info == 0) & (pivot > 0), pivot, 0.0)
+        pivot = torch.where((info == 0) & (pivot > 0), pivot, 0.0)
+        thin = pivot < _VANISHED
+        if bool(thin.any()):  # a ridge where there is no curvature left
+            eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
+            ridged = torch.linalg.cholesky_ex(curvature + _RIDGE * eye).L
+            factor = torch.where(thin[..., None, None], ridged, factor)
+        return factor, pivot
 
     if problem.rough is None or bool((frame.narrow < _DOUBTFUL).any()):
         return factored(problem.hessian, eta)
@@ -198,7 +209,6 @@ def minimize(
     code = torch.where(active, int(Code.STALLED), code)
     point = _start(problem, mean)
     back = _Point(*(x.clone() for x in point))
-    eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
     pivot, before = torch.ones_like(point.gap), torch.zeros_like(point.gap)
     stride = torch.full_like(point.gap, torch.inf)
     factor = torch.empty(*mean.shape, d, dtype=mean.dtype, device=mean.device)
@@ -216,7 +226,7 @@ def minimize(
             break
         now, target, thinnest = point.take(rows), _take(mean, rows), pivot[..., rows]
         thin = thinnest < _VANISHED if problem.floor is not None else thinnest <= 0
-        whole = torch.where(thin[..., None, None], eye, factor[..., rows, :, :])
+        whole = factor[..., rows, :, :]
         slope = (target - now.gradient) @ frame.whiten
         step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
         decrement, last = (step * slope).sum(-1), before[..., rows]
@@ -241,10 +251,13 @@ def minimize(
         direction = step @ frame.whiten.mT
         if problem.reach is not None:
             length = (direction.abs() * problem.reach).sum(-1)
-            stride[..., rows] = torch.where(
-                lost, stride[..., rows].clamp_max(200) / 2, stride[..., rows]
-            )
-            share = (stride[..., rows] / length.clamp_min(1e-300)).clamp_max(1.0)
+            # Halved after a step too far, doubled after a good one.
+            limit = stride[..., rows]
+            limit = torch.where(returnable[..., rows], 2 * limit, limit)
+            limit = torch.where(lost, stride[..., rows].clamp_max(200) / 2, limit)
+            stride[..., rows] = limit
+            limit = torch.where(thin, limit.clamp_max(50), limit)
+            share = (limit / length.clamp_min(1e-300)).clamp_max(1.0)
             direction, decrement = direction * share[..., None], decrement * share
         new, moved = _search(problem, target, now, direction, decrement, going)
         ended = active[..., rows] & (fate == Code.CONVERGED)  # one more step costs nothing

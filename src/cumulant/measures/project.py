@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, cast
 
 import torch
@@ -107,7 +108,7 @@ def project(
     try:
         result: Any = family.from_expectation(expected)
     except InputError as error:
-        why = str(error).partition(": ")[2]
+        why = str(error).partition(": ")[2] or str(error)
         raise InputError(
             f"project: as expectations of {ours.__name__}'s statistics, {why}"
         ) from None
@@ -141,6 +142,13 @@ def _expected(
         raise InputError(
             "project: source must be a sample (a tensor), a measure or a torch distribution, not "
             f"{type(source).__name__}."
+        )
+    events = tuple(given.event_shape) if isinstance(given, td.Distribution) else ()
+    own = source_._event_size() if source_ is not None else math.prod(events)
+    if len(events) > 1 or (size is not None and own != size):
+        raise InputError(
+            f"project: {type(given).__name__} is a law of {own} numbers, {type(family).__name__} "
+            f"of {size or 'one vector'}: project each coordinate by itself."
         )
     exact = None if source_ is None else _exact(_double(source_), family, size)
     if exact is None and _plain(family) and isinstance(given, td.Distribution):
