@@ -90,9 +90,10 @@ def _links(targets: int, points: int, d: int, share: int) -> Cases:
         solve: Any = import_module("scipy.optimize").minimize
     except ModuleNotFoundError:
         raise InputError("bench measures compares with scipy: pip install scipy.") from None
-    x = torch.randn(points, d, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(points, d, dtype=torch.float64, generator=generator)
     h = Empirical(x)
-    means = h.mean(0.3 * torch.randn(targets, d, dtype=torch.float64))
+    means = h.mean(0.3 * torch.randn(targets, d, dtype=torch.float64, generator=generator))
     X, some = x.numpy(), means[:share].numpy()
 
     def both(e: Any, mean: Any) -> tuple[float, Any]:
