@@ -55,7 +55,7 @@ def test_dirichlet_solves_the_digamma_equations():
 @pytest.mark.parametrize(
     "family",
     [
-        cm.Gamma(t(1e-3, 0.7, 40.0, 1e5), t(2.0, 1e-4, 3.0, 1e4)),
+        cm.Gamma(t(1e-3, 0.7, 40.0, 1e5, 1e7), t(2.0, 1e-4, 3.0, 1e4, 3.0)),
         cm.Beta(t(1e-2, 0.7, 40.0, 1e4), t(2.0, 1e-2, 3.0, 1e4)),
         cm.Dirichlet(t([1e-2, 1.0, 5.0], [30.0, 1e4, 1.0], [0.1, 0.1, 0.1])),
     ],

@@ -1,8 +1,9 @@
 """The test case every measure goes through.
 
-A measure supplies `parameters(k)` (two different sets), `make(**parameters)` and `nodes(...)`:
-points u of its statistic with log-masses, by enumeration or numerical quadrature of a density that
-is not ours. Sums over these nodes are the oracle for everything; torch differentiates them.
+A measure supplies `parameters(k)` (two different sets), `make(**parameters)`, `points(...)` with
+log densities, and `nodes(...)`: points u of its statistic with log-masses, by enumeration or
+numerical quadrature of a density that is not ours. Sums over these nodes are the oracle for
+everything; torch differentiates them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def close(a, b, tol=1e-9):
 
 
 class MeasureCase:
-    """Inherit, and supply the three methods below."""
+    """Inherit, and supply the four methods below."""
 
     scale = 0.5  # how large the natural parameters are
     tol = 1e-9  # how exact the nodes are
@@ -40,8 +41,8 @@ class MeasureCase:
         raise NotImplementedError
 
     def points(self, **parameters):
-        """(x, log density or mass) at some x, from elsewhere; None if there is no oracle."""
-        return None
+        """(x, log density or mass) at some x, from elsewhere."""
+        raise NotImplementedError
 
     # ----------------------------------------------------------------------------------------------
 
@@ -269,10 +270,7 @@ class MeasureCase:
 
     def test_log_prob(self):
         h, eta = self.measure(), self.eta(1)
-        given = self.points(**self.cast())
-        if given is None:
-            return
-        x, log_density = given
+        x, log_density = self.points(**self.cast())
         u = h.statistic(x) if hasattr(h, "statistic") else x
         expected = log_density + (u * eta).sum(-1) - self.oracle()(eta)
         close(h.log_prob(x, eta), expected, 10 * self.tol)

@@ -83,10 +83,6 @@ class TestFlat(TestEmpirical):
         normal = t(0.5, -1.0, -1.0) / 1.5
         return eta - (eta @ normal) * normal
 
-    def test_gradients_in_the_parameters(self):
-        """The plane is moved as a whole: finite differences within it."""
-        super().test_gradients_in_the_parameters()
-
     def test_link_has_the_smallest_norm(self):
         h, eta = self.measure(), self.eta()
         found = h.link(h.mean(eta))

@@ -44,6 +44,8 @@ def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
             ) from None
         if y.is_complex() or y.dtype == torch.bool:
             raise InputError(f"{owner}: {name} must be real, but has dtype {y.dtype}.")
+        if y.layout != torch.strided:
+            raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
         out[name] = y if y.is_floating_point() else y.to(torch.get_default_dtype())
     tensors = [out[n] for n, x in given.items() if isinstance(x, Tensor)]
     if len({x.device for x in tensors}) > 1:

@@ -75,8 +75,8 @@ class ExponentialFamily(Measure):
         return Link(found.value.to(mean.dtype), found.status)
 
     def _start(self, mean: Tensor) -> Tensor:
-        """Where Newton's method starts looking for theta."""
-        raise NotImplementedError
+        """Where Newton's method starts looking for theta; for families without `_inverse`."""
+        raise NotImplementedError(f"{type(self).__name__} must supply _inverse or _start")
 
     def statistic(self, x: Tensor) -> Tensor:
         """u(x) ``(..., d)``: x itself unless the family says otherwise."""
@@ -128,11 +128,10 @@ class ExponentialFamily(Measure):
         code = self._hull(mean)
         fixed = ~self._theta.isfinite()
         own = self._gradient(self._theta)
-        if code.ndim:  # a degenerate member cannot be tilted away from its one point
-            still = fixed.any(-1).expand(code.shape)
-            same = (mean - own).abs().amax(-1) <= 1e-6 * (1 + own.abs().amax(-1))
-            frozen = torch.where(same, int(Code.CONVERGED), int(Code.OUTSIDE))
-            code = torch.where(still, frozen, code)
+        # A degenerate member cannot be tilted away from its one point.
+        same = (mean - own).abs().amax(-1) <= 1e-6 * (1 + own.abs().amax(-1))
+        frozen = torch.where(same, int(Code.CONVERGED), int(Code.OUTSIDE))
+        code = torch.where(fixed.any(-1), frozen, code)
         good = (code == Code.CONVERGED)[..., None] & ~fixed
         inner = torch.where(good, mean, self._interior(mean))
         found = self._inverse(inner)

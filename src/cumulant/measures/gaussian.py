@@ -21,7 +21,7 @@ from cumulant.measures.checks import (
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure
-from cumulant.measures.status import Code, Link, Status
+from cumulant.measures.status import Link
 
 __all__ = ["Gaussian", "Normal"]
 
@@ -147,9 +147,8 @@ class Gaussian(Measure):
 
     def _link(self, mean: Tensor, throw: bool) -> Link:
         away = mean - self._loc
-        eta = away / self._cov[..., None, :] if self.diagonal else away @ inverse(self._cov)
-        return Link(
-            eta, Status(torch.full_like(eta[..., 0], int(Code.CONVERGED), dtype=torch.long))
+        return solved(
+            away / self._cov[..., None, :] if self.diagonal else away @ inverse(self._cov)
         )
 
     def _tilted(self, eta: Tensor) -> Measure:

@@ -202,7 +202,9 @@ class Measure(ABC):
                 except (TypeError, ValueError, RuntimeError):
                     came = type(x).__name__
                     raise InputError(f"{owner}: {name} must be a tensor, not {came}.") from None
-            if x.is_complex() or x.ndim < 1 or x.shape[-1] != d:
+            if x.layout != torch.strided:
+                raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
+            if x.is_complex() or x.dtype == torch.bool or x.ndim < 1 or x.shape[-1] != d:
                 raise InputError(
                     f"{owner}: {name} must be real with shape (..., M, {d}) or ({d},), the last "
                     f"dimension being that of the measure; got {tuple(x.shape)} {x.dtype}."

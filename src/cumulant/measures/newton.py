@@ -24,9 +24,9 @@ _GAP = 1e-20
 _STEPS = 200
 # A factor of the Hessian is kept while steps with it are short and shrink the gap to this part.
 _KEEP = 1e-3
-# Variances below this, relative to others or untilted, are not left to single precision.
+# Variances below this part of each other or of the support's are not left to single precision.
 _DOUBTFUL = 1e-4
-# A direction whose variance has shrunk to this part of the untilted one has met the boundary.
+# A direction whose variance has shrunk to this part of the support's has met the boundary.
 _VANISHED = 1e3 * torch.finfo(torch.float64).eps
 # What is added to the Hessian there, while the mean is still far.
 _RIDGE = 1e-6
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Coordinates z with eta = W z in which the untilted covariance is one.
+    """Coordinates z with eta = W z in which the support, weights aside, has covariance one.
 
     `idle` directions do not move: the support is flat there, and W is zero on them. `span` projects
     on the directions of the support, which makes eta as short as it can be.
@@ -138,7 +138,7 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
         factor, info = torch.linalg.cholesky_ex(curvature)
         pivot = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
         pivot = torch.where((info == 0) & (pivot > 0), pivot, 0.0)
-        thin = pivot < _VANISHED
+        thin = _thin(problem, pivot)
         if bool(thin.any()):  # a ridge where there is no curvature left
             eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
             ridged = torch.linalg.cholesky_ex(curvature + _RIDGE * eye).L
@@ -152,6 +152,11 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
     if len(rows):
         factor[..., rows, :, :], pivot[..., rows] = factored(problem.hessian, _take(eta, rows))
     return factor, pivot
+
+
+def _thin(problem: Problem, pivot: Tensor) -> Tensor:
+    """Where no curvature is left. Only finite support says how much there should be."""
+    return pivot < _VANISHED if problem.floor is not None else pivot <= 0
 
 
 def _beyond(problem: Problem, eta: Tensor, mean: Tensor, floor: Tensor) -> Tensor:
@@ -225,7 +230,7 @@ def minimize(
         if len(rows) == 0:
             break
         now, target, thinnest = point.take(rows), _take(mean, rows), pivot[..., rows]
-        thin = thinnest < _VANISHED if problem.floor is not None else thinnest <= 0
+        thin = _thin(problem, thinnest)
         whole = factor[..., rows, :, :]
         slope = (target - now.gradient) @ frame.whiten
         step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
