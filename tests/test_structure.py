@@ -14,7 +14,10 @@ import cumulant as cm
 SOURCE = Path(cm.__file__).parent
 
 # From the bottom up; a layer may import itself and what stands before it.
-LAYERS = ["errors", "kernels", "measures", "attention", "bench", "cli"]
+LAYERS = [
+    *("errors", "figures", "kernels", "measures", "attention", "dynamics", "nn"),
+    *("bench", "cli"),
+]
 
 
 def layer_of(module: str) -> str | None:
@@ -66,6 +69,7 @@ def test_public_surface():
         "Beta",
         "Binomial",
         "Categorical",
+        "ConvergenceError",
         "Dirichlet",
         "Empirical",
         "Exponential",
@@ -82,9 +86,11 @@ def test_public_surface():
         "VonMisesFisher",
         "attend",
         "attend_packed",
+        "dynamics",
         "from_torch",
         "maximum_entropy",
         "merge",
+        "nn",
         "posterior",
         "project",
         "scaled_dot_product_attention",

@@ -4,6 +4,7 @@ Attention is a measure over keys tilted by the query, and everything people want
 derivative of its log-normalizer G.
 """
 
+from cumulant import dynamics, nn
 from cumulant.attention import (
     Attended,
     attend,
@@ -12,7 +13,7 @@ from cumulant.attention import (
     scaled_dot_product_attention,
     sdpa_replaced,
 )
-from cumulant.errors import InputError
+from cumulant.errors import ConvergenceError, InputError
 from cumulant.measures import (
     Bernoulli,
     Beta,
@@ -45,6 +46,7 @@ __all__ = [
     "Beta",
     "Binomial",
     "Categorical",
+    "ConvergenceError",
     "Dirichlet",
     "Empirical",
     "Exponential",
@@ -61,9 +63,11 @@ __all__ = [
     "VonMisesFisher",
     "attend",
     "attend_packed",
+    "dynamics",
     "from_torch",
     "maximum_entropy",
     "merge",
+    "nn",
     "posterior",
     "project",
     "scaled_dot_product_attention",

@@ -1,6 +1,8 @@
-"""The one exception for input that cannot mean anything."""
+"""The exceptions: input that cannot mean anything, and work that did not reach its goal."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class InputError(ValueError, RuntimeError):
@@ -9,3 +11,14 @@ class InputError(ValueError, RuntimeError):
     It is a ValueError, and a RuntimeError too because that is what torch's own attention raises
     and drop-in code may catch.
     """
+
+
+class ConvergenceError(RuntimeError):
+    """An iteration that did not reach its goal: what became of it, and what to try.
+
+    ``result`` holds what there is: the same object that ``throw=False`` returns.
+    """
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result

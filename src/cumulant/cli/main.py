@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cumulant.cli.bench import bench
+from cumulant.cli.simulate import simulate
 from cumulant.errors import InputError
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(simulate)
 
 
 @app.callback(invoke_without_command=True)

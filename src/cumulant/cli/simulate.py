@@ -1,0 +1,219 @@
+"""`cumulant simulate`: a cloud of points under attention, as data and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from cumulant import dynamics
+from cumulant.dynamics.starts import STARTS
+from cumulant.errors import InputError
+
+CONTRACTIONS = {
+    "none": None,
+    "sphere": dynamics.Sphere(),
+    "layernorm": dynamics.LayerNorm(),
+    "rmsnorm": dynamics.RMSNorm(),
+    "whiten": dynamics.Whiten(),
+}
+
+
+def read_points(source: str, points: int, dimension: int, seed: int) -> Tensor:
+    """A named start, or points from a file: csv, txt, npy, npz (a saved trajectory goes on from
+    its last state)."""
+    if source in STARTS:
+        return dynamics.start(source, points, dimension, seed=seed, dtype=torch.float64)
+    path = Path(source)
+    if not path.exists():
+        raise InputError(
+            f"START is one of {', '.join(STARTS)}, or a file of points; there is no file {source}."
+        )
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                if "states" in file:
+                    return torch.from_numpy(file["states"][-1]).double()
+                names = list(file)
+                array = file[names[0]] if len(names) == 1 else None
+            if array is None:
+                raise InputError(f"{source} holds {', '.join(names)}; it should hold one array.")
+        elif path.suffix == ".npy":
+            array = np.load(path, allow_pickle=False)
+        else:
+            array = _table(path)
+        out = torch.as_tensor(np.asarray(array, dtype=np.float64))
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{source} does not hold a table of numbers: {reason}") from None
+    if out.ndim < 2:
+        raise InputError(f"{source} must hold one point per row; its shape is {tuple(out.shape)}.")
+    return out
+
+
+def _table(path: Path) -> Any:
+    """Numbers by rows; a first row of words is a heading."""
+    lines = [x for x in path.read_text().splitlines() if x.strip() and not x.startswith("#")]
+    mark = "," if lines and "," in lines[0] else None
+    try:
+        [float(x) for x in lines[0].split(mark)] if lines else None
+    except ValueError:
+        lines = lines[1:]
+    if not lines:
+        raise InputError(f"{path} holds no numbers.")
+    return np.loadtxt(lines, delimiter=mark, ndmin=2)
+
+
+def _writable(name: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise InputError(
+            f"--{name}: the file must end in {' or '.join(suffixes)}, not {path.name}."
+        )
+    if not path.parent.is_dir():
+        raise InputError(f"--{name}: there is no folder {path.parent}; make it first.")
+
+
+def simulate(
+    start: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(STARTS)}; or a file of points, one per row (csv, txt, npy), or a "
+            "saved run (npz), which goes on from its last state."
+        ),
+    ] = "sphere",
+    points: Annotated[int, typer.Option(help="How many points a named start has.")] = 200,
+    dimension: Annotated[int, typer.Option(help="And in how many dimensions.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of a random start.")] = 0,
+    beta: Annotated[float, typer.Option(help="Inverse temperature; 0 is uniform attention.")] = 1.0,
+    contraction: Annotated[
+        str, typer.Option(help=f"What pulls back after each step: {', '.join(CONTRACTIONS)}.")
+    ] = "sphere",
+    steps: Annotated[int, typer.Option(help="How many steps.")] = 100,
+    step_size: Annotated[float, typer.Option(help="How far each goes.")] = 0.1,
+    time: Annotated[
+        float | None,
+        typer.Option(help="Continuous time instead: the flow until then, by an adaptive solver."),
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Each point sees only those before it, and itself.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the run here (npz).")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", "-p", help="Draw it here (png, svg, pdf).")
+    ] = None,
+    animation: Annotated[
+        Path | None, typer.Option("--animation", "-a", help="Film it here (gif, html).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The observables as JSON.")] = False,
+) -> None:
+    """Let a cloud of points attend to itself, and watch it expand, contract, cluster.
+
+    Each step is contraction(x + step_size * attention(x)), or with --time its continuous limit.
+
+    \b
+    cumulant simulate                                      200 points on a sphere
+    cumulant simulate sphere --beta 9 --time 12 -p a.png   clusters that last
+    cumulant simulate gaussian --contraction none --steps 30
+    cumulant simulate points.csv -o run.npz                your own points
+    cumulant simulate run.npz --steps 500                  go on from there
+    """
+    if contraction not in CONTRACTIONS:
+        raise InputError(
+            f"--contraction must be one of {', '.join(CONTRACTIONS)}, not {contraction!r}."
+        )
+    if time is not None and not (time > 0 and math.isfinite(time)):
+        raise InputError(f"--time must be positive, not {time}.")
+    if steps < 1:
+        raise InputError(f"--steps must be at least 1, not {steps}.")
+    _writable("output", output, (".npz",))
+    _writable("picture", picture, (".png", ".svg", ".pdf"))
+    _writable("animation", animation, (".gif", ".html"))
+    if picture is not None or animation is not None:
+        from cumulant.figures import need_matplotlib
+
+        need_matplotlib()
+    x = read_points(start, points, dimension, seed)
+    pull = CONTRACTIONS[contraction]
+    if time is not None and pull is not None:
+        x = pull(x)  # the flow lives on the image of the contraction
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        end = time if time is not None else steps * step_size
+        task = bar.add_task(f"{x.shape[-2]} points", total=abs(end) or None)
+
+        def advance(t: float) -> None:
+            bar.update(task, completed=abs(t))
+
+        how: dict[str, Any] = {
+            "beta": beta,
+            "contraction": pull,
+            "is_causal": causal,
+            "checkpoint": output,
+            "progress": advance,
+        }
+        try:
+            if time is None:
+                run = dynamics.simulate(x, steps, step_size=step_size, **how)
+            else:
+                run = dynamics.flow(x, torch.linspace(0, time, steps + 1), **how)
+        except KeyboardInterrupt:
+            kept = f"the run so far is in {output}" if output else "nothing was kept (no --output)"
+            typer.echo(f"cumulant: interrupted; {kept}", err=True)
+            raise typer.Exit(130) from None
+    if picture is not None:
+        run.plot(picture)
+    if animation is not None:
+        run.animate(animation)
+    _report(run, as_json, [p for p in (output, picture, animation) if p is not None])
+
+
+def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path]) -> None:
+    final = run.final.reshape(-1, *run.final.shape[-2:])[0]
+    groups = int(dynamics.clusters(final).count)
+    blown = float(run.blow_up_time.min())
+    observed = {n: x.reshape(len(x), -1)[:, 0].tolist() for n, x in run.observables.items()}
+    if as_json:
+        report: dict[str, Any] = {
+            "times": run.times.tolist(),
+            "observables": observed,
+            "clusters": groups,
+            "blow_up_time": blown if math.isfinite(blown) else None,
+            "written": [str(p) for p in written],
+        }
+        typer.echo(json.dumps(report))
+        return
+    table = Table(title=f"{final.shape[0]} points in {final.shape[1]} dimensions")
+    table.add_column("t", justify="right")
+    for name in observed:
+        table.add_column(name.replace("_", " "), justify="right")
+    last = len(run.times) - 1
+    for k in sorted({round(i * last / 8) for i in range(9)}):
+        table.add_row(f"{float(run.times[k]):.4g}", *(f"{x[k]:.4g}" for x in observed.values()))
+    console = Console()
+    console.print(table)
+    console.print(f"{groups} cluster{'s' * (groups != 1)} at the end (points within 0.1)")
+    if math.isfinite(blown):
+        console.print(f"the cloud left the range of its numbers at t = {blown:.4g}")
+    for path in written:
+        console.print(f"wrote {path}")

@@ -1,0 +1,186 @@
+"""How much a map stretches: pairs of points, the Jacobian, upper bounds (THEORY T14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.shape import cloud
+from cumulant.errors import InputError
+
+__all__ = ["Bounds", "Expansion", "Lipschitz", "bounds", "expansion", "local_lipschitz"]
+
+
+class Expansion(NamedTuple):
+    """Ratios of distances after and before, over pairs of points.
+
+    ``ratios`` ``(*batch, pairs)`` has NaN where two points coincided before; ``quantiles``
+    ``(len(levels), *batch)`` leaves these out.
+    """
+
+    ratios: Tensor
+    levels: Tensor
+    quantiles: Tensor
+
+    @property
+    def minimum(self) -> Tensor:
+        return self.ratios.nan_to_num(float("inf"), posinf=float("inf")).amin(-1)
+
+    @property
+    def median(self) -> Tensor:
+        return self.ratios.nanquantile(0.5, -1)
+
+    @property
+    def maximum(self) -> Tensor:
+        return self.ratios.nan_to_num(-float("inf"), posinf=float("inf")).amax(-1)
+
+
+def expansion(
+    before: Tensor,
+    after: Tensor,
+    *,
+    levels: tuple[float, ...] = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0),
+    pairs: int = 100_000,
+    generator: torch.Generator | None = None,
+) -> Expansion:
+    """||f(x_i) - f(x_j)|| / ||x_i - x_j|| for the points of a cloud before and after a map.
+
+    Args:
+        before, after: ``(*batch, N, d)`` and ``(*batch, N, e)``.
+        levels: which quantiles.
+        pairs: all pairs are taken if there are no more than this, otherwise so many random ones.
+        generator: of the random ones.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(50, 4)
+    >>> float(cm.dynamics.expansion(x, cm.dynamics.step(x)).minimum) >= 1
+    True
+    """
+    x, y = cloud("expansion", before, "before"), cloud("expansion", after, "after")
+    if x.shape[:-1] != y.shape[:-1]:
+        raise InputError(
+            f"expansion: before and after must hold the same points, but have shapes "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    n = x.shape[-2]
+    if n < 2 or pairs < 1:
+        raise InputError(f"expansion: it takes two points and a pair; N is {n}, pairs {pairs}.")
+    if n * (n - 1) // 2 <= pairs:
+        i, j = torch.triu_indices(n, n, 1)
+    else:
+        i = torch.randint(n, (pairs,), generator=generator)
+        j = (i + torch.randint(1, n, (pairs,), generator=generator)) % n
+    i, j = i.to(x.device), j.to(x.device)
+    lengths = [torch.linalg.vector_norm(z[..., i, :] - z[..., j, :], dim=-1) for z in (x, y)]
+    apart = lengths[0] > 0
+    if not bool(apart.any(-1).all()):
+        raise InputError("expansion: all points of a cloud coincide, so no distance can grow.")
+    ratios = torch.where(apart, lengths[1] / lengths[0].where(apart, 1.0), float("nan"))
+    at = torch.tensor(levels, dtype=ratios.dtype, device=ratios.device)
+    return Expansion(ratios, at, ratios.nanquantile(at, -1))
+
+
+class Lipschitz(NamedTuple):
+    """The largest singular value found, ``(*batch,)``, rounds taken, and whether it had settled."""
+
+    value: Tensor
+    steps: int
+    converged: Tensor
+
+
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    batch_dims: int = 0,
+    tol: float = 1e-6,
+    max_steps: int = 500,
+) -> Lipschitz:
+    """The largest singular value of f's Jacobian at x: how much f can stretch nearby.
+
+    Power iteration on J'J, one Jacobian-vector and one vector-Jacobian product a round. It comes
+    from below; `converged` says that the last round changed it by less than tol, relatively.
+
+    Args:
+        f: any differentiable map; its output may have another shape.
+        x: where.
+        batch_dims: so many leading dimensions are separate problems, which f treats independently.
+
+    >>> import torch, cumulant as cm
+    >>> A = torch.diag(torch.tensor([3.0, 1.0]))
+    >>> cm.dynamics.local_lipschitz(lambda x: A @ x, torch.zeros(2)).value
+    tensor(3.)
+    """
+    if not 0 <= batch_dims <= x.ndim or x.numel() == 0:
+        raise InputError(
+            f"local_lipschitz: batch_dims must lie between 0 and {x.ndim} and the state not be "
+            f"empty, but its shape is {tuple(x.shape)} and batch_dims {batch_dims}."
+        )
+    x = x.detach()
+    batch = x.shape[:batch_dims]
+    own = tuple(range(batch_dims, x.ndim)) or (0,)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x)
+
+    def length(u: Tensor) -> Tensor:
+        flat = u.reshape(*batch, -1)
+        return torch.linalg.vector_norm(flat, dim=-1)
+
+    def unit(u: Tensor) -> Tensor:
+        size = length(u).reshape(*batch, *[1] * len(own if x.ndim > batch_dims else ()))
+        return u / size.where(size > 0, 1.0)
+
+    value = x.new_zeros(batch)
+    settled = torch.zeros(batch, dtype=torch.bool, device=x.device)
+    with torch.no_grad():
+        pull: Any = cast(Any, torch.func.vjp(f, x))[1]
+        for k in range(1, max_steps + 1):
+            v = unit(v)
+            moved: Tensor = cast(Any, torch.func.jvp(f, (x,), (v,)))[1].detach()
+            new = length(moved)
+            settled = (new - value).abs() <= tol * new
+            value = torch.maximum(value, new)
+            if bool(settled.all()):
+                return Lipschitz(value, k, settled)
+            v = pull(moved)[0].detach()
+    return Lipschitz(value, max_steps, settled)
+
+
+class Bounds(NamedTuple):
+    """Upper bounds of what one step can do, each ``(*batch,)``.
+
+    ``pairs``: of the ratio of distances of two points that see the same measure.
+    ``joint``: of the Lipschitz constant of the whole map, all points moving.
+    """
+
+    pairs: Tensor
+    joint: Tensor
+
+
+def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
+    """What a step without weights and contraction can do at most to a cloud x (T14).
+
+    Two points under one measure: 1 + tau beta diam^2 / 4, because no law on a set of that diameter
+    has more variance in any direction (Popoviciu). All points together, with R the largest norm:
+    1 + tau (beta R^2 (1 + sqrt N) + sqrt N), from the three terms of attention's derivative (query,
+    key, value), where sqrt N bounds the norm of a row-stochastic matrix; Castin, Ablin and Peyré
+    (2024) show that the order sqrt N is right.
+
+    >>> import torch, cumulant as cm
+    >>> cm.dynamics.bounds(torch.tensor([[1.0], [-1.0]])).pairs
+    tensor(2.)
+    """
+    points = cloud("bounds", x).detach()
+    if beta < 0:
+        raise InputError(f"bounds: beta must not be negative, but is {beta}.")
+    tau = abs(step_size)
+    n = points.shape[-2]
+    farthest = points.new_zeros(points.shape[:-2])
+    for piece in points.split(max(1, 2**22 // n), -2):
+        farthest = torch.maximum(farthest, torch.cdist(piece, points).amax((-2, -1)))
+    radius = torch.linalg.vector_norm(points, dim=-1).amax(-1).square()
+    joint = 1 + tau * (beta * radius * (1 + n**0.5) + n**0.5)
+    return Bounds(1 + tau * beta * farthest.square() / 4, joint)

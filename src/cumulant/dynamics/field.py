@@ -1,0 +1,269 @@
+"""Attention as a map and a velocity field on clouds of points (THEORY T13)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.contraction import Contraction, contract
+from cumulant.errors import InputError
+from cumulant.kernels.attention import Options, attention
+from cumulant.kernels.tiles import Band
+from cumulant.measures.checks import broadcast, finite, numbers, require
+
+__all__ = ["Field", "prepare", "step"]
+
+_CAUSAL = Band(upper=0)
+
+
+@dataclass(frozen=True)
+class Field:
+    """x -> E[v] under p(j|x) ∝ exp(beta <W_q' x, W_k' y_j>): the points y are x, or fixed."""
+
+    beta: float | Tensor = 1.0
+    patterns: Tensor | None = None
+    query_weight: Tensor | None = None
+    key_weight: Tensor | None = None
+    value_weight: Tensor | None = None
+    is_causal: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x if self.patterns is None else self.patterns
+        shape = x.shape
+        if self.patterns is not None and y.ndim == 2 and not self.is_causal:
+            x = x.reshape(-1, shape[-1])  # one set of patterns: all points are queries of it
+        elif y.ndim < x.ndim:
+            y = y[(None,) * (x.ndim - y.ndim)]
+        scale, query = 1.0, x
+        if isinstance(self.beta, Tensor):
+            query = (query.reshape(shape) * self.beta).reshape(query.shape)
+        else:
+            scale = self.beta
+        named = {
+            "query": _times(query, self.query_weight),
+            "key": _times(y, self.key_weight),
+            "value": _times(y, self.value_weight),
+        }
+        options = Options(scale=scale, band=_CAUSAL if self.is_causal else Band())
+        return attention(named, options).mean.reshape(shape)
+
+
+def _times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x @ weight
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: where it starts, what moves it, how far, and what pulls it back."""
+
+    x: Tensor
+    field: Field
+    step_size: float | Tensor
+    contraction: Contraction | None
+    dtype: torch.dtype
+
+    def step(self, x: Tensor) -> Tensor:
+        return contract(self.contraction, x + self.step_size * self.field(x))
+
+    def velocity(self, x: Tensor) -> Tensor:
+        """The differential of the contraction, applied to the field: for the sphere, the tangent
+        part of it."""
+        moving = self.field(x)
+        if self.contraction is None:
+            return moving
+
+        def contracted(x: Tensor) -> Tensor:
+            return contract(self.contraction, x)
+
+        return cast(Any, torch.func.jvp(contracted, (x,), (moving,)))[1]
+
+
+def _number(owner: str, name: str, given: Any, like: Tensor) -> float | Tensor:
+    """A finite number, or a tensor that broadcasts against each point's first coordinate."""
+    if not isinstance(given, Tensor):
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"{owner}: {name} must be a number or a tensor, not {type(given).__name__}."
+            ) from None
+        if not math.isfinite(value):
+            raise InputError(f"{owner}: {name} must be finite, not {value}.")
+        return value
+    require(given.isfinite(), lambda: f"{owner}: {name} must be finite everywhere.")
+    target = (*like.shape[:-1], 1)
+    try:
+        fits = torch.broadcast_shapes(given.shape, target) == target
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InputError(
+            f"{owner}: {name} must be a number or broadcast to {target}, one for each point of "
+            f"{tuple(like.shape)}, but has shape {tuple(given.shape)}. One for each cloud of a "
+            "batch is (*batch, 1, 1)."
+        )
+    return given.to(like.device, like.dtype)
+
+
+def _weight(owner: str, name: str, x: Tensor, d: int) -> Tensor:
+    if x.ndim < 2 or x.shape[-2] != d:
+        raise InputError(
+            f"{owner}: {name} must have shape ({d}, r), to multiply points of dimension {d} from "
+            f"the right, but has {tuple(x.shape)}."
+        )
+    return finite(owner, name, x)
+
+
+def prepare(
+    owner: str,
+    x: Tensor,
+    *,
+    beta: float | Tensor,
+    step_size: float | Tensor = 1.0,
+    contraction: Contraction | None,
+    patterns: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    value_weight: Tensor | None,
+    is_causal: bool,
+) -> Call:
+    """Check everything once."""
+    given = {
+        "x": x,
+        "patterns": patterns,
+        "query_weight": query_weight,
+        "key_weight": key_weight,
+        "value_weight": value_weight,
+    }
+    got, _ = numbers(owner, **{n: t for n, t in given.items() if t is not None or n == "x"})
+    points = finite(owner, "x", got["x"])
+    if points.ndim < 2 or 0 in points.shape[-2:]:
+        raise InputError(
+            f"{owner}: points must have shape (*batch, N, d) with N and d at least 1, but have "
+            f"{tuple(points.shape)}. A single point goes in as x[None]."
+        )
+    d = points.shape[-1]
+    shapes = {"x": points.shape[:-2]}
+    if patterns is not None:
+        y = finite(owner, "patterns", got["patterns"])
+        if y.ndim < 2 or y.shape[-2] == 0 or y.shape[-1] != d:
+            raise InputError(
+                f"{owner}: patterns must have shape (*batch, P, {d}), P at least 1, to meet points "
+                f"of dimension {d}, but have {tuple(y.shape)}."
+            )
+        shapes["patterns"] = y.shape[:-2]
+    for name in ("query_weight", "key_weight", "value_weight"):
+        if name in got:
+            _weight(owner, name, got[name], d)
+            shapes[name] = got[name].shape[:-2]
+    if broadcast(owner, **shapes) != points.shape[:-2]:
+        raise InputError(
+            f"{owner}: the batch dimensions of the points, {tuple(points.shape[:-2])}, must be "
+            "those of the whole call; expand the points to the batch of patterns or weights first."
+        )
+    inner = [got[n].shape[-1] if n in got else d for n in ("query_weight", "key_weight")]
+    if inner[0] != inner[1]:
+        raise InputError(
+            f"{owner}: queries and keys must have one dimension to be compared, but query_weight "
+            f"makes {inner[0]} and key_weight {inner[1]}."
+        )
+    if "value_weight" in got and got["value_weight"].shape[-1] != d:
+        raise InputError(
+            f"{owner}: value_weight must map back to dimension {d}, but has shape "
+            f"{tuple(got['value_weight'].shape)}. Multiply by the output weight first."
+        )
+    inverse_temperature = _number(owner, "beta", beta, points)
+    low = torch.as_tensor(inverse_temperature)
+    require(
+        low >= 0,
+        lambda: (
+            f"{owner}: beta, an inverse temperature, must not be negative, but {float(low.min())} "
+            "is; to go down the gradient, make step_size negative."
+        ),
+    )
+    if contraction is not None and not callable(contraction):  # pyright: ignore[reportUnnecessaryComparison]
+        raise InputError(
+            f"{owner}: contraction must be None or a callable such as Sphere(), not "
+            f"{type(contraction).__name__}."
+        )
+    if isinstance(contraction, type):
+        raise InputError(
+            f"{owner}: contraction is the class {contraction.__name__}; write "
+            f"{contraction.__name__}()."
+        )
+    field = Field(
+        inverse_temperature,
+        got.get("patterns"),
+        got.get("query_weight"),
+        got.get("key_weight"),
+        got.get("value_weight"),
+        is_causal,
+    )
+    size = _number(owner, "step_size", step_size, points)
+    given_tensor = isinstance(x, Tensor) and x.is_floating_point()  # pyright: ignore[reportUnnecessaryIsInstance]
+    kind = x.dtype if given_tensor else points.dtype
+    return Call(points, field, size, contraction, kind)
+
+
+def step(
+    x: Tensor,
+    *,
+    beta: float | Tensor = 1.0,
+    step_size: float | Tensor = 1.0,
+    contraction: Contraction | None = None,
+    patterns: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """One sublayer: contraction(x + step_size * attention(x)) (T13).
+
+    Without weights attention(x) is the gradient of G(beta x) / beta, so every point takes a step of
+    gradient ascent on the log-normalizer of the cloud (or of the patterns) as it was before.
+
+    Args:
+        x: ``(*batch, N, d)``, an ensemble of clouds.
+        beta: inverse temperature, at least 0 (uniform attention). There is no 1/sqrt(d). A tensor
+            broadcasts against the points, ``(*batch, 1, 1)`` for one value per cloud.
+        step_size: a number, or a tensor that broadcasts likewise: a gate.
+        contraction: what is applied after the step, see `Sphere`.
+        patterns: ``(*batch, P, d)``, fixed keys; self-attention if left out.
+        query_weight, key_weight: ``(d, r)``, multiplied from the right as torch does, so that the
+            score of x and y is y' A x with A = key_weight @ query_weight.T.
+        value_weight: ``(d, d)``; the value of y is V y with V = value_weight.T.
+        is_causal: point i sees the points up to i only.
+
+    Returns:
+        The moved points, differentiable to any order.
+
+    Raises:
+        InputError: numbers that are not finite, beta < 0, shapes that do not fit, a contraction of
+            another dimension.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> cm.dynamics.step(x, beta=0.0)
+    tensor([[1.5000, 0.5000],
+            [0.5000, 1.5000]])
+    >>> cm.dynamics.step(x, beta=0.0, contraction=cm.dynamics.Sphere())
+    tensor([[0.9487, 0.3162],
+            [0.3162, 0.9487]])
+    """
+    call = prepare(
+        "step",
+        x,
+        beta=beta,
+        step_size=step_size,
+        contraction=contraction,
+        patterns=patterns,
+        query_weight=query_weight,
+        key_weight=key_weight,
+        value_weight=value_weight,
+        is_causal=is_causal,
+    )
+    return call.step(call.x).to(call.dtype)

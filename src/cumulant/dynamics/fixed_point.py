@@ -1,0 +1,341 @@
+"""`fixed_point`: solve x = f(x), say what became of it, differentiate the solution (THEORY T16)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.implicit import attach
+from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
+from cumulant.dynamics.solvers import SOLVERS, Solver
+from cumulant.errors import ConvergenceError, InputError
+from cumulant.measures.checks import finite, numbers
+
+__all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
+
+Map = Callable[[Tensor], Tensor]
+
+
+class Code(IntEnum):
+    """What became of one state."""
+
+    CONVERGED = 0
+    DIVERGING = 1
+    CYCLING = 2
+    STALLED = 3
+    UNFINISHED = 4
+
+
+_DIAGNOSIS = {
+    Code.CONVERGED: "converged",
+    Code.DIVERGING: (
+        "diverging: the residual grew without bound; the map expands here. Try damping below 1, "
+        "solver='broyden', or a start closer to the solution"
+    ),
+    Code.CYCLING: (
+        "cycling: the map comes back to where it was after two to eight rounds. Try damping=0.5 or "
+        "solver='anderson'"
+    ),
+    Code.STALLED: (
+        "stalled: the residual stopped falling. Either rounding allows no less (raise tol, use "
+        "float64), or there is no fixed point nearby (try another solver or start)"
+    ),
+    Code.UNFINISHED: "unfinished: the residual was still falling. Raise max_steps or tol",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Status:
+    """What became of each state: `code` ``(*batch,)`` holds members of `Code`.
+
+    Compares with words, ``status == "converged"``, true if it holds for the whole batch.
+    """
+
+    code: Tensor
+
+    @property
+    def converged(self) -> Tensor:
+        return self.code == Code.CONVERGED
+
+    @property
+    def diverging(self) -> Tensor:
+        return self.code == Code.DIVERGING
+
+    @property
+    def cycling(self) -> Tensor:
+        return self.code == Code.CYCLING
+
+    @property
+    def stalled(self) -> Tensor:
+        return self.code == Code.STALLED
+
+    @property
+    def unfinished(self) -> Tensor:
+        return self.code == Code.UNFINISHED
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str) and other.upper() in Code.__members__:
+            return bool((self.code == Code[other.upper()]).all())
+        return isinstance(other, Status) and torch.equal(self.code, other.code)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __str__(self) -> str:
+        counts = [(kind, int((self.code == kind).sum())) for kind in Code]
+        if self.code.numel() == 1:
+            return _DIAGNOSIS[Code(int(self.code))]
+        return "; ".join(
+            f"{n} of {self.code.numel()} {_DIAGNOSIS[kind]}" for kind, n in counts if n
+        )
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """Where an iteration ended.
+
+    Attributes:
+        value: the state, of the shape of the start; the best one seen where it did not converge.
+        residual: max-norm of f(value) - value, ``(*batch,)``.
+        steps: evaluations of f until it was reached, ``(*batch,)``.
+        status: what became of it.
+        history: residuals after each evaluation, ``(evaluations, *batch)``.
+    """
+
+    value: Tensor
+    residual: Tensor
+    steps: Tensor
+    status: Status
+    history: Tensor
+
+
+class _Rows:
+    """A map on states as a map on rows ``(B, n)``."""
+
+    def __init__(self, call: str, f: Map, x0: Tensor, batch_dims: int) -> None:
+        if not isinstance(batch_dims, int) or not 0 <= batch_dims <= x0.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"{call}: batch_dims must lie between 0 and {x0.ndim}, the dimensions of a state "
+                f"of shape {tuple(x0.shape)}, not {batch_dims}."
+            )
+        self._call, self._f = call, f
+        self.shape, self.batch = x0.shape, x0.shape[:batch_dims]
+        self.flat = (math.prod(self.batch), math.prod(x0.shape[batch_dims:]))
+        if 0 in self.flat:
+            raise InputError(f"{call}: the state is empty; its shape is {tuple(x0.shape)}.")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._f(x.reshape(self.shape))
+        if not isinstance(y, Tensor) or y.shape != self.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"{self._call}: f must return a tensor of the shape of its input, "
+                f"{tuple(self.shape)}, but returned {got}."
+            )
+        return y.reshape(self.flat)
+
+
+def _state(call: str, x0: Tensor) -> Tensor:
+    got = numbers(call, x0=x0)[0]["x0"]
+    return finite(call, "the state", got)
+
+
+@dataclass
+class _Run:
+    """The iteration as it goes."""
+
+    x: Tensor
+    best: Tensor
+    residual: Tensor
+    steps: Tensor
+    done: Tensor
+    lost: Tensor
+    history: list[Tensor]
+
+
+def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _Run:
+    rows = len(x)
+    run = _Run(
+        x=x,
+        best=x,
+        residual=x.new_full((rows,), math.inf),
+        steps=torch.zeros(rows, dtype=torch.long, device=x.device),
+        done=torch.zeros(rows, dtype=torch.bool, device=x.device),
+        lost=torch.zeros(rows, dtype=torch.bool, device=x.device),
+        history=[],
+    )
+    for _ in range(max_steps):
+        g = f(run.x) - run.x
+        size = g.abs().amax(-1)
+        size = size.where(size.isfinite(), math.inf)
+        active = ~(run.done | run.lost)
+        run.steps += active
+        run.history.append(torch.where(active, size, run.residual))
+        better = active & (size < run.residual)
+        run.best = torch.where(better[:, None], run.x, run.best)
+        run.residual = torch.where(better, size, run.residual)
+        run.done |= active & (size <= tol)
+        run.lost |= active & (size > 1e8 * (run.history[0] + 1))
+        active = ~(run.done | run.lost)
+        if not bool(active.any()):
+            break
+        safe = torch.where(active[:, None], g, 0.0)
+        new = solver.propose(run.x, safe)
+        run.x = torch.where((active & new.isfinite().all(-1))[:, None], new, run.x)
+        run.lost |= active & ~new.isfinite().all(-1)
+    return run
+
+
+def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
+    """A code for each row. Cycles show by eight more rounds of the plain map."""
+    code = torch.where(run.lost, int(Code.DIVERGING), int(Code.CONVERGED))
+    left = ~(run.done | run.lost)
+    if not bool(left.any()):
+        return code
+    history = torch.stack(run.history)
+    recent = history[len(history) // 2 :]
+    falling = recent[-1] < 0.9 * recent[0]
+    growing = recent[-1] > 1e3 * run.residual
+    outcome = torch.where(falling, int(Code.UNFINISHED), int(Code.STALLED))
+    outcome = torch.where(growing, int(Code.DIVERGING), outcome)
+    x, first = run.x, None
+    for _ in range(8):
+        x = x + damping * (f(x) - x)
+        moved = (x - run.x).abs().amax(-1)
+        first = moved if first is None else first
+        outcome = torch.where((moved < 1e-3 * first) & ~falling, int(Code.CYCLING), outcome)
+    return torch.where(left, outcome, code)
+
+
+def fixed_point(
+    f: Map,
+    x0: Tensor,
+    *,
+    solver: str = "anderson",
+    tol: float | None = None,
+    max_steps: int = 200,
+    batch_dims: int = 0,
+    damping: float = 1.0,
+    throw: bool = True,
+) -> FixedPoint:
+    """Solve x = f(x), starting from x0.
+
+    The value has derivatives, by the implicit function theorem: dx = (I - J)^(-1) df, without
+    storing the iteration. They are exact through third order, in reverse and forward mode, in
+    everything f closes over (not in x0, on which the solution does not depend).
+
+    Args:
+        f: keeps the shape; may close over tensors that require gradients.
+        x0: the start.
+        solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
+        tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single precision.
+        max_steps: evaluations of f at most.
+        batch_dims: so many leading dimensions are separate problems, which f treats independently
+            and which stop separately.
+        damping: what part of f(x) - x is taken, or the first guess of it.
+        throw: raise unless all converged; otherwise read ``status``.
+
+    Returns:
+        A `FixedPoint`.
+
+    Raises:
+        ConvergenceError: with the diagnosis, and the result as its ``result``.
+        InputError: an unknown solver, NaN in the start, an f that changes the shape.
+
+    >>> import torch, cumulant as cm
+    >>> a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    >>> root = cm.dynamics.fixed_point(lambda x: (x + a / x) / 2, torch.ones((), dtype=a.dtype))
+    >>> root.value, root.status  # the square root of 2, by Heron
+    (tensor(1.4142, dtype=torch.float64, grad_fn=...), converged)
+    >>> torch.autograd.grad(root.value, a)  # 1 / (2 sqrt(2))
+    (tensor(0.3536, dtype=torch.float64),)
+    """
+    if solver not in SOLVERS:
+        raise InputError(
+            f"fixed_point: solver must be one of {', '.join(SOLVERS)}, not {solver!r}."
+        )
+    start = _state("fixed_point", x0).detach()
+    tol = (1e-10 if start.dtype == torch.float64 else 1e-5) if tol is None else float(tol)
+    if not (tol >= 0 and math.isfinite(tol)):
+        raise InputError(f"fixed_point: tol must be finite and not negative, not {tol}.")
+    if not isinstance(max_steps, int) or max_steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"fixed_point: max_steps must be a whole number from 1 on, not {max_steps}."
+        )
+    if not 0 < damping <= 1:
+        raise InputError(f"fixed_point: damping must lie in (0, 1], not {damping}.")
+    rows = _Rows("fixed_point", f, start, batch_dims)
+    with torch.no_grad():
+        quiet = _quiet(rows)
+        run = _iterate(quiet, start.reshape(rows.flat), SOLVERS[solver](damping), tol, max_steps)
+        code = _diagnose(quiet, run, damping)
+    value = attach(rows, run.best, strict=throw)
+    result = FixedPoint(
+        value.reshape(rows.shape),
+        run.residual.reshape(rows.batch),
+        run.steps.reshape(rows.batch),
+        Status(code.reshape(rows.batch)),
+        torch.stack(run.history).reshape(-1, *rows.batch),
+    )
+    if throw and not bool((code == Code.CONVERGED).all()):
+        worst = float(run.residual.max())
+        raise ConvergenceError(
+            f"fixed_point: {result.status} (best residual {worst:.3g}, tol {tol:.3g}, "
+            f"{int(run.steps.max())} evaluations). Pass throw=False for what there is.",
+            result,
+        )
+    return result
+
+
+def _quiet(f: Map) -> Map:
+    def detached(x: Tensor) -> Tensor:
+        return f(x).detach()
+
+    return detached
+
+
+def spectral_radius(
+    f: Map,
+    x: Tensor,
+    *,
+    batch_dims: int = 0,
+    tol: float = 1e-6,
+    max_dimension: int = 200,
+) -> Spectrum:
+    """The largest modulus of the eigenvalues of f's Jacobian at x, by Arnoldi's method.
+
+    Below 1 plain iteration converges near a fixed point, and at that rate. Complex eigenvalues are
+    found like real ones, so rotations are right, where power iteration goes round in circles.
+
+    Args:
+        f: keeps the shape.
+        x: where, usually a fixed point.
+        batch_dims: so many leading dimensions are separate problems.
+        tol: stop when the eigenvector's residual is at most tol times the modulus.
+        max_dimension: largest Krylov space; memory is that many states.
+
+    >>> import math, torch, cumulant as cm
+    >>> turn = torch.tensor([[0.0, -0.5], [0.5, 0.0]], dtype=torch.float64)
+    >>> cm.dynamics.spectral_radius(lambda x: turn @ x, torch.ones(2, dtype=torch.float64)).radius
+    tensor(0.5000, dtype=torch.float64)
+    """
+    state = _state("spectral_radius", x).detach()
+    rows = _Rows("spectral_radius", f, state, batch_dims)
+    flat = state.reshape(rows.flat)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(rows.flat, dtype=torch.float64, generator=generator).to(flat)
+
+    def product(v: Tensor) -> Tensor:
+        moved: Any = torch.func.jvp(rows, (flat,), (v,))
+        return moved[1].detach()
+
+    with torch.no_grad():
+        found = leading_eigenvalue(product, start, tol=tol, limit=max_dimension)
+    return Spectrum(*(t.reshape(rows.batch) for t in found))

@@ -1,0 +1,324 @@
+"""What attention does to a Gaussian population, in closed form where there is one (THEORY T17)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.ode import integrate
+from cumulant.dynamics.simulate import ascending
+from cumulant.errors import InputError
+from cumulant.measures.checks import broadcast, finite, numbers, require
+
+__all__ = ["GaussianPath", "gaussian_flow", "gaussian_map"]
+
+
+@dataclass(frozen=True)
+class GaussianPath:
+    """A Gaussian at several times.
+
+    Attributes:
+        times: ``(T,)``; those after the last blow-up are left out.
+        mean: ``(T, *batch, d)``; inf in a member of the batch that has blown up.
+        covariance: ``(T, *batch, d, d)``, likewise.
+        blow_up_time: ``(*batch,)``, when the covariance becomes infinite; inf if it never does.
+    """
+
+    times: Tensor
+    mean: Tensor
+    covariance: Tensor
+    blow_up_time: Tensor
+
+    @property
+    def participation_ratio(self) -> Tensor:
+        """(tr S)^2 / tr S^2, ``(T, *batch)``: how many dimensions are filled, 0 for a point."""
+        size = self.covariance.abs().amax((-2, -1), keepdim=True)
+        S = torch.where(size > 0, self.covariance / size, 0.0)
+        trace = S.diagonal(dim1=-2, dim2=-1).sum(-1)
+        squares = S.square().sum((-2, -1))
+        return torch.where(squares > 0, trace.square() / squares, 0.0)
+
+    @property
+    def rank(self) -> Tensor:
+        """Eigenvalues of the covariance above 1e-6 of the largest, ``(T, *batch)``; d where inf."""
+        sure = self.covariance.nan_to_num(0.0, 0.0, 0.0)
+        values = torch.linalg.eigvalsh(sure)
+        counted = (values > 1e-6 * values[..., -1:].clamp_min(0.0)).sum(-1)
+        return torch.where(self.covariance.isinf().any(-1).any(-1), sure.shape[-1], counted)
+
+
+@dataclass(frozen=True)
+class _Law:
+    """Mean and covariance in double precision, with scores y'Ax and values Vy."""
+
+    mean: Tensor
+    covariance: Tensor
+    A: Tensor
+    V: Tensor
+    dtype: torch.dtype
+
+
+def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: Any) -> _Law:
+    given = {"mean": mean, "covariance": covariance, "scores": scores, "values": values}
+    got, weak = numbers(owner, **{n: x for n, x in given.items() if x is not None})
+    kind = torch.get_default_dtype() if weak else got["mean"].dtype
+    got = {n: finite(owner, n, x).double() for n, x in got.items()}
+    m, spread = got["mean"], got["covariance"]
+    if m.ndim < 1 or spread.ndim < 2 or not m.shape[-1] == spread.shape[-1] == spread.shape[-2]:
+        raise InputError(
+            f"{owner}: mean (*batch, d) and covariance (*batch, d, d) must agree, but are "
+            f"{tuple(m.shape)} and {tuple(spread.shape)}."
+        )
+    d = m.shape[-1]
+    slack = 1e-6 * spread.abs().amax((-2, -1), keepdim=True)
+    require(
+        (spread - spread.mT).abs() <= slack,
+        lambda: f"{owner}: covariance must be symmetric; use (S + S.mT) / 2 if that is rounding.",
+    )
+    spread = (spread + spread.mT) / 2
+    low = torch.linalg.eigvalsh(spread)[..., 0]
+    require(
+        low >= -slack[..., 0, 0],
+        lambda: (
+            f"{owner}: covariance must not have negative eigenvalues, but the smallest is "
+            f"{float(low.min()):.3g}."
+        ),
+    )
+    one = torch.eye(d, dtype=torch.float64, device=m.device)
+    maps: list[Tensor] = []
+    for name in ("scores", "values"):
+        x = got.get(name, one)
+        x = x * one if x.ndim == 0 else x
+        if x.ndim < 2 or x.shape[-2:] != (d, d):
+            raise InputError(
+                f"{owner}: {name} must be a number or a matrix ({d}, {d}) like the covariance, but "
+                f"has shape {tuple(x.shape)}."
+            )
+        maps.append(x)
+    batch = broadcast(
+        owner,
+        mean=m.shape[:-1],
+        covariance=spread.shape[:-2],
+        scores=maps[0].shape[:-2],
+        values=maps[1].shape[:-2],
+    )
+    square = [x.expand(*batch, d, d) for x in (spread, *maps)]
+    return _Law(m.expand(*batch, d), square[0], square[1], square[2], kind)
+
+
+def _path(law: _Law, moments: list[tuple[float, Tensor, Tensor]], blow_up: Tensor) -> GaussianPath:
+    """Gather; what has blown up is inf, and times at which nothing is left are dropped."""
+    last = float(blow_up.max()) if blow_up.numel() else math.inf
+    kept = [m for m in moments if m[0] < last]
+    times = torch.tensor([t for t, _, _ in kept], dtype=torch.float64)
+    d = law.mean.shape[-1]
+    batch = law.mean.shape[:-1]
+    mean, covariance = law.mean.new_empty(0, *batch, d), law.mean.new_empty(0, *batch, d, d)
+    if kept:
+        mean = torch.stack([m for _, m, _ in kept])
+        covariance = torch.stack([S for _, _, S in kept])
+    gone = times.reshape(-1, *[1] * blow_up.ndim).to(blow_up.device) >= blow_up
+    mean = mean.masked_fill(gone[..., None], math.inf)
+    covariance = covariance.masked_fill(gone[..., None, None], math.inf)
+    return GaussianPath(times, mean.to(law.dtype), covariance.to(law.dtype), blow_up)
+
+
+def gaussian_map(
+    mean: Tensor,
+    covariance: Tensor,
+    steps: int,
+    *,
+    step_size: float = 1.0,
+    scores: Tensor | float | None = None,
+    values: Tensor | float | None = None,
+) -> GaussianPath:
+    """What `step` does to an infinite Gaussian cloud: N(m, S) stays Gaussian, in closed form.
+
+    Attention over N(m, S) is V(m + S A x), so the step is affine, x -> B x + tau V m with
+    B = I + tau V S A, and N(m, S) becomes N(B m + tau V m, B S B') (T17). Where B is singular,
+    as for A = -I, S = I, tau = 1, the cloud loses rank.
+
+    Args:
+        mean, covariance: ``(*batch, d)`` and ``(*batch, d, d)``, which may be singular.
+        steps: how often.
+        step_size: tau.
+        scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
+            beta. The identity if left out.
+        values: V, likewise.
+
+    Returns:
+        A `GaussianPath` with steps + 1 times ``k * step_size``. It grows doubly exponentially and
+        then ends where it left the range of double precision, see ``blow_up_time``.
+
+    >>> import torch, cumulant as cm
+    >>> path = cm.dynamics.gaussian_map(torch.zeros(1), torch.eye(1), 2)
+    >>> path.covariance.flatten()  # 1, (1 + 1)^2, 4 (1 + 4)^2
+    tensor([  1.,   4., 100.])
+    """
+    law = _check("gaussian_map", mean, covariance, scores, values)
+    if not isinstance(steps, int) or steps < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"gaussian_map: steps must be a whole number from 0 on, not {steps}.")
+    if not math.isfinite(step_size):
+        raise InputError(f"gaussian_map: step_size must be finite, not {step_size}.")
+    m, spread = law.mean, law.covariance
+    one = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    blow_up = torch.full(m.shape[:-1], math.inf, dtype=torch.float64, device=m.device)
+    moments = [(0.0, m, spread)]
+    limit = torch.finfo(law.dtype).max
+    for k in range(1, steps + 1):
+        B = one + step_size * law.V @ spread @ law.A
+        m, spread = _apply(B, m) + step_size * _apply(law.V, m), B @ spread @ B.mT
+        spread = (spread + spread.mT) / 2
+        good = (spread.abs() < limit).all(-1).all(-1) & (m.abs() < limit).all(-1)
+        blow_up = torch.where(good | blow_up.isfinite(), blow_up, k * step_size)
+        moments.append((k * step_size, m, spread))
+        if not bool(blow_up.isinf().any()):
+            break
+    return _path(law, moments, blow_up)
+
+
+def gaussian_flow(
+    mean: Tensor,
+    covariance: Tensor,
+    times: Tensor | Sequence[float],
+    *,
+    scores: Tensor | float | None = None,
+    values: Tensor | float | None = None,
+) -> GaussianPath:
+    """What `flow` does to an infinite Gaussian cloud: m' = V(I + S A) m, S' = V S A S + (V S A S)'.
+
+    For V = I the covariance is S0^(1/2) (I - t S0^(1/2) (A + A') S0^(1/2))^(-1) S0^(1/2), which
+    becomes infinite at t* = 1 / lambda_max(S0^(1/2) (A + A') S0^(1/2)) if that is positive (T17);
+    for A = A' the mean is e^t (I - t S0 (A + A'))^(-1/2) m0. Otherwise it is integrated, and t* is
+    extrapolated from where the covariance has grown 1e8-fold, since it grows like 1 / (t* - t).
+
+    N points follow this only while beta^2 x' S x is well below 2 log N: they cannot outrun their
+    largest member, and never blow up in finite time.
+
+    Args:
+        mean, covariance: ``(*batch, d)`` and ``(*batch, d, d)`` at time 0; the covariance may be
+            singular.
+        times: when it is wanted, increasing from 0 or later.
+        scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
+            beta. The identity if left out.
+        values: V, likewise.
+
+    Returns:
+        A `GaussianPath`; its times end before the blow-up.
+
+    >>> import torch, cumulant as cm
+    >>> path = cm.dynamics.gaussian_flow(torch.zeros(1), torch.eye(1), [0.0, 0.25, 0.4, 0.6])
+    >>> path.covariance.flatten(), path.blow_up_time  # 1 / (1 - 2t)
+    (tensor([1., 2., 5.]), tensor(0.5000, dtype=torch.float64))
+    """
+    law = _check("gaussian_flow", mean, covariance, scores, values)
+    wanted = ascending("gaussian_flow", times)
+    one = torch.eye(law.mean.shape[-1], dtype=torch.float64, device=law.mean.device)
+    if not torch.equal(law.V, one.expand_as(law.V)):
+        return _integrated(law, wanted)
+    closed = _Closed(law)
+    alive = [t for t in wanted.tolist() if t < float(closed.blow_up_time.max())]
+    if torch.equal(law.A, law.A.mT):
+        means = [closed.mean(t) for t in alive]
+    else:
+        means = list(_driven_means(law, closed, alive))
+    moments = list(zip(alive, means, map(closed.covariance, alive), strict=True))
+    return _path(law, moments, closed.blow_up_time)
+
+
+class _Closed:
+    """The solution for V = I, through the eigenvalues of L'(A + A')L with S0 = L L'."""
+
+    def __init__(self, law: _Law) -> None:
+        values, vectors = torch.linalg.eigh(law.covariance)
+        self.L = vectors * values.clamp_min(0.0).sqrt()[..., None, :]
+        self.S = law.A + law.A.mT
+        self.start = law.mean
+        self.rates, Q = torch.linalg.eigh(self.L.mT @ self.S @ self.L)
+        self.LQ = self.L @ Q
+        top = self.rates[..., -1]
+        tiny = 1e-14 * law.covariance.abs().amax((-2, -1)) * self.S.abs().amax((-2, -1))
+        self.blow_up_time = torch.where(top > tiny, 1 / top, math.inf)
+
+    def _left(self, t: float) -> Tensor:
+        """1 - t * rate; held at 1 for members that have blown up, whose values are not used."""
+        alive = (t < self.blow_up_time)[..., None]
+        return torch.where(alive, 1 - t * self.rates, 1.0)
+
+    def covariance(self, t: float) -> Tensor:
+        return (self.LQ / self._left(t)[..., None, :]) @ self.LQ.mT
+
+    def mean(self, t: float) -> Tensor:
+        """e^t f(S0 (A + A')) m0 with f(z) = (1 - tz)^(-1/2), by f(LL'S) = I + L g(L'SL) L'S.
+
+        g(z) = (f(z) - 1) / z, written without the cancellation at z = 0.
+        """
+        root = self._left(t).sqrt()
+        g = t / (root * (1 + root))
+        along = _apply(self.LQ.mT @ self.S, self.start)
+        return math.exp(t) * (self.start + _apply(self.LQ, g * along))
+
+
+def _driven_means(law: _Law, closed: _Closed, times: list[float]) -> Iterator[Tensor]:
+    """m' = (I + S(t) A) m for a score matrix that is not symmetric."""
+    if not times:
+        return
+
+    def velocity(t: float, m: Tensor) -> Tensor:
+        return m + _apply(closed.covariance(t) @ law.A, m)
+
+    outputs = integrate(
+        velocity,
+        law.mean,
+        torch.tensor(times, dtype=torch.float64),
+        size=lambda m: m.abs().amax(-1),
+        limit=math.inf,
+        rtol=1e-11,
+        atol=1e-300,
+    )
+    for out in outputs:
+        yield out.state
+
+
+_GROWTH = 1e8
+
+
+def _integrated(law: _Law, times: Tensor) -> GaussianPath:
+    """Any V: the pair (m, S) as one matrix [m | S], followed until it has grown 1e8-fold."""
+
+    def split(y: Tensor) -> tuple[Tensor, Tensor]:
+        return y[..., 0], y[..., 1:]
+
+    def velocity(_: float, y: Tensor) -> Tensor:
+        m, S = split(y)
+        drift = law.V @ S @ law.A @ S
+        slope = _apply(law.V, m + _apply(S @ law.A, m))
+        return torch.cat([slope[..., None], drift + drift.mT], -1)
+
+    def size(y: Tensor) -> Tensor:
+        return split(y)[1].abs().amax((-2, -1))
+
+    start = torch.cat([law.mean[..., None], law.covariance], -1)
+    limit = _GROWTH * size(start).clamp_min(torch.finfo(torch.float64).tiny)
+    moments: list[tuple[float, Tensor, Tensor]] = []
+    blow_up = torch.full(limit.shape, math.inf, dtype=torch.float64, device=limit.device)
+    outputs = integrate(velocity, start, times, size=size, limit=limit, rtol=1e-11, atol=1e-14)
+    for out in outputs:
+        m, S = split(out.state)
+        fresh = out.escaped.to(blow_up.device).isfinite() & blow_up.isinf()
+        if bool(fresh.any()):
+            rate = size(velocity(0.0, out.state)) / size(out.state)
+            blow_up = torch.where(fresh, out.escaped.to(blow_up.device) + 1 / rate, blow_up)
+        moments.append((out.time, m, (S + S.mT) / 2))
+    if bool(blow_up.isfinite().all()):
+        moments = [x for x in moments if x[0] in set(times.tolist())]
+    return _path(law, moments, blow_up)
+
+
+def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector[..., None])[..., 0]

@@ -1,0 +1,139 @@
+"""Derivatives of a fixed point by the implicit function theorem, right beyond the first order.
+
+From the solution x* as a constant, take chord steps x <- x + M (f(x) - x) with the *constant*
+operator M = (I - J)^(-1), J the Jacobian of f at x*. The correction is zero in value, and each step
+makes one more order of the derivative exact: if x has the first k derivatives right, f(x) - x
+vanishes through order k, its derivative of order k + 1 is multiplied by M alone, and that is what
+the implicit function theorem says. So no derivative of M is ever needed, and M, being linear and
+constant, is its own derivative.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.krylov import gmres
+from cumulant.errors import ConvergenceError
+from cumulant.measures.newton import on_tape
+
+__all__ = ["attach"]
+
+ORDERS = 3
+
+
+class _Resolvent:
+    """M = (I - J)^(-1) and its transpose, by GMRES, at one point."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, strict: bool) -> None:
+        self._f, self._x, self._strict = f, x, strict
+        self._largest = 0.0
+
+    def _moved(self, v: Tensor) -> Tensor:
+        return cast(Any, torch.func.jvp(self._f, (self._x,), (v,)))[1]
+
+    def solve(self, b: Tensor, transposed: bool) -> Tensor:
+        """M b or M' b. What is negligible beside the largest b so far counts as zero."""
+        with torch.no_grad():
+            b = b.detach()
+            pull: Any = None
+            if transposed:
+                pull = cast(Any, torch.func.vjp(self._f, self._x))[1]
+
+            def operator(v: Tensor) -> Tensor:
+                return (v - (pull(v)[0] if transposed else self._moved(v))).detach()
+
+            sizes = torch.linalg.vector_norm(b, dim=-1)
+            self._largest = max(self._largest, float(sizes.max()))
+            precision = 100 * torch.finfo(b.dtype).eps
+            goal = torch.full_like(sizes, precision * self._largest)
+            found = gmres(operator, b, goal)
+            if bool((found.residual > 1e4 * goal).any()):
+                self._complain(float((found.residual / sizes).max()))
+            return found.value
+
+    def _complain(self, left: float) -> None:
+        text = (
+            "derivative of a fixed point: the linear system (I - J) u = g was not solved, "
+            f"{left:.2g} of g is left. J has an eigenvalue close to 1: the fixed point is not "
+            "isolated, or the iteration had not converged."
+        )
+        if self._strict:
+            raise ConvergenceError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class _Solve(torch.autograd.Function):
+    """M b, or M' b: linear in b."""
+
+    @staticmethod
+    def forward(b: Tensor, resolvent: _Resolvent, transposed: bool) -> Tensor:
+        return resolvent.solve(b, transposed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.resolvent, ctx.transposed = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Solve.apply(grads[0], ctx.resolvent, not ctx.transposed), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return _Solve.apply(grads[0], ctx.resolvent, ctx.transposed)
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int | None, ...], b: Tensor, resolvent: Any, transposed: bool
+    ) -> Any:
+        return _each(_Solve, b, in_dims[0], resolvent, transposed)
+
+
+class _Correction(torch.autograd.Function):
+    """Zero in value, M in every derivative."""
+
+    @staticmethod
+    def forward(r: Tensor, resolvent: _Resolvent) -> Tensor:
+        return torch.zeros_like(r)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.resolvent = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Solve.apply(grads[0], ctx.resolvent, True), None
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return _Solve.apply(grads[0], ctx.resolvent, False)
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int | None, ...], r: Tensor, resolvent: Any
+    ) -> Any:
+        return _each(_Correction, r, in_dims[0], resolvent)
+
+
+def _each(function: Any, x: Tensor, dim: int | None, *rest: Any) -> Any:
+    """One after another: each right-hand side has its own Krylov space."""
+    if dim is None:
+        return function.apply(x, *rest), None
+    return torch.stack([function.apply(one, *rest) for one in x.unbind(dim)]), 0
+
+
+def attach(f: Callable[[Tensor], Tensor], solution: Tensor, *, strict: bool) -> Tensor:
+    """The solution ``(B, n)``, with the derivatives it has in whatever f closes over."""
+    x = solution.detach()
+    first = f(x)
+    if not on_tape(first):
+        return x
+    resolvent = _Resolvent(f, x, strict)
+    y = x + cast(Tensor, _Correction.apply(first - x, resolvent))
+    for _ in range(ORDERS - 1):
+        y = y + cast(Tensor, _Correction.apply(f(y) - y, resolvent))
+    return y

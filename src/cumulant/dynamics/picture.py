@@ -1,0 +1,204 @@
+"""Pictures of a `Trajectory`: clouds at several times with the observables; clouds in motion."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cumulant.errors import InputError
+from cumulant.figures import (
+    COLORS,
+    MUTED,
+    cycle,
+    need_matplotlib,
+    new_figure,
+    series_color,
+    style,
+    tidy,
+)
+from cumulant.figures import write as write_figure
+
+if TYPE_CHECKING:
+    from cumulant.dynamics.trajectory import Trajectory
+
+__all__ = ["animate", "plot"]
+
+_MOST_POINTS = 3000
+
+
+class _View:
+    """The first cloud of a batch as an array ``(T, n, 1 to 3)`` with limits and axis labels."""
+
+    def __init__(self, run: Trajectory) -> None:
+        x = run.states.detach().cpu().double()
+        x = x.reshape(len(x), -1, *x.shape[-2:])[:, 0]
+        if x.shape[1] > _MOST_POINTS:
+            chosen = torch.linspace(0, x.shape[1] - 1, _MOST_POINTS).long()
+            x = x[:, chosen]
+        self.labels = ["$x_1$", "$x_2$", "$x_3$"][: x.shape[-1]]
+        self.note = ""
+        if x.shape[-1] > 3:
+            pooled = x.reshape(-1, x.shape[-1])
+            pooled = pooled / pooled.abs().max().clamp_min(1e-300)
+            pooled = pooled - pooled.mean(0)
+            values, vectors = torch.linalg.eigh(pooled.mT @ pooled)
+            share = float(values[-2:].sum() / values.sum().clamp_min(1e-300))
+            x = x @ vectors[:, [-1, -2]]
+            self.labels = ["first axis", "second axis"]
+            self.note = f"two principal axes of all states, {share:.0%} of the variance"
+        self.points = x.numpy()
+        self.times = run.times.tolist()
+        self.dimension = self.points.shape[-1]
+        # Color follows a point through time: its angle (or place) at the start.
+        first = self.points[0] - self.points[0].mean(0)
+        key = np.arctan2(first[:, 1], first[:, 0]) if self.dimension > 1 else first[:, 0]
+        self.hue = np.argsort(np.argsort(key)) / max(1, len(key) - 1)
+
+    def limits(self, frames: Any) -> list[tuple[float, float]]:
+        """A cube around these frames."""
+        shown = self.points[frames].reshape(-1, self.dimension)
+        low, high = shown.min(0), shown.max(0)
+        half = 0.54 * max(float((high - low).max()), 1e-12)
+        return [(c - half, c + half) for c in (low + high) / 2]
+
+    def draw(self, axes: Any, k: int, limits: list[tuple[float, float]]) -> Any:
+        """One cloud."""
+        tidy(axes)
+        size = float(np.clip(2500 / self.points.shape[1], 2.5, 26))
+        look = {"c": self.hue, "cmap": cycle(), "vmin": 0, "vmax": 1, "s": size}
+        look |= {"linewidths": 0.3, "edgecolors": "white", "alpha": 0.9}
+        x = self.points[k]
+        if self.dimension == 1:
+            axes.set_yticks([])
+            drawn = axes.scatter(x[:, 0], np.zeros(len(x)), **look)
+        else:
+            drawn = axes.scatter(*x.T, **look)
+            axes.set_ylim(limits[1])
+        axes.set_xlim(limits[0])
+        if self.dimension == 3:
+            axes.set_zlim(limits[2])
+            axes.set_box_aspect((1, 1, 1))
+            for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+                axis.set_pane_color((0.975, 0.98, 0.99, 1.0))
+                axis.set_major_locator(import_module("matplotlib.ticker").MaxNLocator(3))
+        elif self.dimension == 2:
+            axes.set_aspect("equal")
+        return drawn
+
+    @property
+    def projection(self) -> str | None:
+        return "3d" if self.dimension == 3 else None
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _title(t: float) -> str:
+    return f"t = {t:.3g}"
+
+
+def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -> Any:
+    """See `Trajectory.plot`."""
+    if snapshots < 1:
+        raise InputError(f"plot: snapshots must be at least 1, not {snapshots}.")
+    need_matplotlib()
+    view = _View(run)
+    last = len(run.times) - 1
+    frames = sorted({round(k * last / max(1, snapshots - 1)) for k in range(snapshots)})
+    with style():
+        names = list(run.observables) if last else []
+        figure = new_figure(max(7.0, 2.7 * len(frames)), 2.9 + (2.3 if names else 0.0))
+        parts: Any = figure.subfigures(2, 1, height_ratios=(2.9, 2.3)) if names else (figure, None)
+        top, bottom = parts
+        # Unbounded growth would shrink the start to a dot: then every snapshot has its own scale.
+        sizes = [np.abs(view.points[k]).max() for k in frames]
+        common = max(sizes) <= 10 * max(min(sizes), 1e-300)
+        shared = view.limits(frames)
+        for i, k in enumerate(frames):
+            axes = top.add_subplot(1, len(frames), i + 1, projection=view.projection)
+            view.draw(axes, k, shared if common else view.limits([k]))
+            axes.set_title(_title(view.times[k]))
+            if view.dimension < 3:
+                axes.set_xlabel(view.labels[0])
+                if i == 0 and view.dimension > 1:
+                    axes.set_ylabel(view.labels[1])
+        note = view.note if common else "; ".join(filter(None, [view.note, "scales differ"]))
+        if note:
+            top.supxlabel(note, fontsize=8.5, color=MUTED)
+        for i, name in enumerate(names):
+            axes = bottom.add_subplot(1, len(names), i + 1)
+            _curves(axes, run, name, view.times, i)
+    if path is not None:
+        write_figure(figure, path)
+    return figure
+
+
+def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -> None:
+    """An observable against time: one cloud's curve, and the ensemble's range."""
+    x = run.observables[name].detach().cpu().double()
+    x = x.reshape(len(x), -1).numpy()
+    if x.shape[1] > 1:
+        low, high = np.quantile(x, 0.05, axis=1), np.quantile(x, 0.95, axis=1)
+        axes.fill_between(times, low, high, color=series_color(i), alpha=0.18, linewidth=0)
+        x = np.median(x, axis=1, keepdims=True)
+    axes.plot(times, x[:, 0], color=series_color(i))
+    positive = x[x > 0]
+    if len(positive) and positive.max() > 1e3 * positive.min() and bool((x > 0).all()):
+        axes.set_yscale("log")
+    elif not x.max() - x.min() > 1e-3 * abs(x).max():  # what is constant looks constant
+        middle, room = float(x.mean()), 0.05 * float(abs(x).max()) or 0.05
+        axes.set_ylim(middle - room, middle + room)
+    if axes.get_yscale() == "linear":
+        axes.ticklabel_format(axis="y", useOffset=False)
+    axes.set_title(_label(name))
+    axes.set_xlabel("t")
+
+
+def animate(run: Trajectory, path: Path, frames: int, fps: int) -> Path:
+    """See `Trajectory.animate`."""
+    if path.suffix.lower() not in (".gif", ".html"):
+        raise InputError(f"animate: the file must end in .gif or .html, not {path.name!r}.")
+    if not path.parent.is_dir():
+        raise InputError(f"animate: there is no folder {path.parent}; make it first.")
+    if frames < 1 or fps < 1:
+        raise InputError(f"animate: frames and fps must be at least 1, not {frames} and {fps}.")
+    need_matplotlib()
+    view = _View(run)
+    count = min(frames, len(run.times))
+    chosen = [round(k * (len(run.times) - 1) / max(1, count - 1)) for k in range(count)]
+    with style():
+        figure = new_figure(4.6, 4.8)
+        axes = figure.add_subplot(projection=view.projection)
+        limits = view.limits(chosen)
+        drawn = view.draw(axes, chosen[0], limits)
+        if view.dimension < 3:
+            axes.set_xlabel(view.labels[0])
+            if view.dimension > 1:
+                axes.set_ylabel(view.labels[1])
+        heading = axes.set_title(_title(view.times[0]), color=COLORS[0])
+
+        def show(k: int) -> Any:
+            x = view.points[k]
+            if view.dimension == 3:
+                drawn._offsets3d = tuple(x.T)
+            else:
+                drawn.set_offsets(
+                    np.column_stack([x[:, 0], x[:, 1] if x.shape[1] > 1 else 0 * x[:, 0]])
+                )
+            heading.set_text(_title(view.times[k]))
+            return (drawn,)
+
+        animation = import_module("matplotlib.animation")
+        film = animation.FuncAnimation(figure, show, frames=chosen, interval=1000 / fps)
+        if path.suffix.lower() == ".gif":
+            film.save(path, writer=animation.PillowWriter(fps=fps), dpi=90)
+        else:
+            page = film.to_jshtml(fps=fps, default_mode="loop")
+            path.write_text(f"<!doctype html><meta charset=utf-8><title>Cumulant</title>{page}")
+    return path

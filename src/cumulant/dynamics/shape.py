@@ -1,0 +1,117 @@
+"""The shape of a cloud in a few numbers: size, spread, dimension, clusters, entropy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.measures.checks import finite, numbers
+
+__all__ = ["Clusters", "clusters", "entropy", "norm", "participation_ratio", "spread"]
+
+
+def cloud(owner: str, x: Tensor, name: str = "x") -> Tensor:
+    """A finite ensemble of clouds ``(*batch, N, d)``."""
+    got = finite(owner, name, numbers(owner, **{name: x})[0][name])
+    if got.ndim < 2 or 0 in got.shape[-2:]:
+        raise InputError(
+            f"{owner}: {name} must have shape (*batch, N, d), N and d at least 1, but has "
+            f"{tuple(got.shape)}."
+        )
+    return got
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root mean square of the points' norms, ``(*batch,)``."""
+    return x.square().sum(-1).mean(-1).sqrt()
+
+
+def spread(x: Tensor) -> Tensor:
+    """Root mean square distance from the cloud's mean, ``(*batch,)``."""
+    return norm(x - x.mean(-2, keepdim=True))
+
+
+def participation_ratio(x: Tensor) -> Tensor:
+    """(tr C)^2 / tr C^2 of the covariance C: how many dimensions the cloud fills, ``(*batch,)``.
+
+    d for an isotropic cloud, 1 on a line, 0 where all points coincide.
+
+    >>> import torch, cumulant as cm
+    >>> cm.dynamics.participation_ratio(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    tensor(1.)
+    """
+    away = x - x.mean(-2, keepdim=True)
+    away = away / away.detach().abs().amax((-2, -1), keepdim=True).clamp_min(
+        torch.finfo(x.dtype).tiny
+    )
+    n, d = x.shape[-2:]
+    gram = away.mT @ away if d <= n else away @ away.mT
+    total = away.square().sum((-2, -1))
+    return total.square() / gram.square().sum((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """How many clusters there are, ``(*batch,)``, and which each point is in, ``(*batch, N)``."""
+
+    count: Tensor
+    labels: Tensor
+
+
+def clusters(x: Tensor, *, distance: float = 0.1) -> Clusters:
+    """Groups of points connected by links no longer than `distance` (single linkage).
+
+    Labels count from 0 in the order in which the points come. The default suits clouds on the unit
+    sphere.
+
+    >>> import torch, cumulant as cm
+    >>> cm.dynamics.clusters(torch.tensor([[0.0], [0.05], [1.0]])).count
+    tensor(2)
+    """
+    points = cloud("clusters", x)
+    if not (distance >= 0 and math.isfinite(distance)):
+        raise InputError(f"clusters: distance must be finite and not negative, not {distance}.")
+    spatial, graph = (import_module(f"scipy.{m}") for m in ("spatial", "sparse.csgraph"))
+    sparse = import_module("scipy.sparse")
+    n = points.shape[-2]
+    labels: list[np.ndarray] = []
+    for one in points.detach().cpu().double().reshape(-1, *points.shape[-2:]).numpy():
+        pairs = spatial.cKDTree(one).query_pairs(distance, output_type="ndarray")
+        links = sparse.coo_matrix((np.ones(len(pairs)), pairs.T), shape=(n, n))
+        labels.append(graph.connected_components(links, directed=False)[1])
+    found = torch.as_tensor(np.array(labels), device=x.device).long().reshape(points.shape[:-1])
+    return Clusters(found.amax(-1) + 1, found)
+
+
+def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
+    """Differential entropy of the law the points were drawn from, in nats, ``(*batch,)``.
+
+    Kozachenko and Leonenko's estimate from the distance to the k-th neighbor. -inf where points
+    coincide k-fold: a law with atoms has no density.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(4000, 2, generator=torch.Generator().manual_seed(0))
+    >>> cm.dynamics.entropy(x)  # log(2 pi e) = 2.84
+    tensor(2.8...)
+    """
+    points = cloud("entropy", x)
+    n, d = points.shape[-2:]
+    if not 1 <= neighbors < n:
+        raise InputError(
+            f"entropy: neighbors must lie between 1 and N - 1 = {n - 1}, not {neighbors}."
+        )
+    radii: list[Tensor] = []
+    rows = max(1, 2**22 // n)
+    for piece in points.double().split(rows, -2):
+        gaps = torch.cdist(piece, points.double(), compute_mode="donot_use_mm_for_euclid_dist")
+        radii.append(gaps.kthvalue(neighbors + 1, -1).values)  # the nearest is the point itself
+    log_ball = 0.5 * d * math.log(math.pi) - math.lgamma(0.5 * d + 1)
+    digamma = torch.digamma(torch.tensor([n, neighbors], dtype=torch.float64))
+    offset = float(digamma[0] - digamma[1]) + log_ball
+    return (offset + d * torch.cat(radii, -1).log().mean(-1)).to(points.dtype)

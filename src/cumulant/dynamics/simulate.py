@@ -1,0 +1,220 @@
+"""`simulate` and `flow`: clouds in discrete and in continuous time (THEORY T13, T16, T17)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.contraction import Contraction
+from cumulant.dynamics.field import Call, prepare
+from cumulant.dynamics.ode import integrate
+from cumulant.dynamics.shape import norm
+from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
+from cumulant.errors import InputError
+
+__all__ = ["flow", "simulate"]
+
+
+def _march(call: Call, steps: int, every: int) -> Iterator[Moment]:
+    """The start and every `every`-th state after it; a cloud that overflows is held."""
+    x = call.x
+    alive = torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device)
+    blown = torch.full(x.shape[:-2], float("inf"), dtype=torch.float64)
+    tau = call.step_size if isinstance(call.step_size, float) else 1.0
+    yield Moment(0.0, x, blown)
+    for k in range(1, steps + 1):
+        new = call.step(x)
+        good = alive & new.detach().isfinite().all(-1).all(-1)
+        if not bool(good.all()):
+            blown = torch.where((alive & ~good).to("cpu"), k * tau, blown)
+            new = torch.where(good[..., None, None], new, x)
+        x, alive = new, good
+        if not bool(alive.any()):
+            return
+        if k % every == 0 or k == steps:
+            yield Moment(k * tau, x, blown)
+
+
+def simulate(
+    x0: Tensor,
+    steps: int,
+    *,
+    beta: float | Tensor = 1.0,
+    step_size: float | Tensor = 1.0,
+    contraction: Contraction | None = None,
+    patterns: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+    is_causal: bool = False,
+    every: int = 1,
+    observables: Observables | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Trajectory:
+    """Repeat `step`, and keep what happened.
+
+    Args:
+        x0: ``(*batch, N, d)``, the start.
+        steps: how often; the trajectory has steps + 1 states.
+        beta, step_size, contraction, patterns, query_weight, key_weight, value_weight, is_causal:
+            see `step`.
+        every: keep each so many-th state, and the last.
+        observables: functions from clouds to ``(*batch,)`` by name; norm, spread and participation
+            ratio if left out.
+        checkpoint: an npz file that holds the run so far, also when it is interrupted.
+        progress: called with the time of each state kept.
+
+    Returns:
+        A `Trajectory`, differentiable in x0 and whatever else requires a gradient. A cloud that
+        leaves the range of its numbers is held at its last state, see ``blow_up_time``.
+
+    Raises:
+        InputError: see `step`; steps or every out of range.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    >>> run = cm.dynamics.simulate(x, 200, contraction=cm.dynamics.Sphere())
+    >>> run.states.shape, cm.dynamics.clusters(run.final).count
+    (torch.Size([201, 100, 3]), tensor(1))
+    """
+    for name, value, least in (("steps", steps, 0), ("every", every, 1)):
+        if not isinstance(value, int) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"simulate: {name} must be a whole number from {least} on, not {value}."
+            )
+    call = prepare(
+        "simulate",
+        x0,
+        beta=beta,
+        step_size=step_size,
+        contraction=contraction,
+        patterns=patterns,
+        query_weight=query_weight,
+        key_weight=key_weight,
+        value_weight=value_weight,
+        is_causal=is_causal,
+    )
+    return collect(
+        _march(call, steps, every),
+        dtype=call.dtype,
+        observables=observables,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+def ascending(owner: str, times: Tensor | Sequence[float]) -> Tensor:
+    """Times to report at: finite, from 0 on, increasing."""
+    try:
+        out = torch.as_tensor(times, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{owner}: times must be numbers, not {type(times).__name__}.") from None
+    if out.ndim != 1 or not len(out):
+        raise InputError(f"{owner}: times must be a list of numbers, but have {tuple(out.shape)}.")
+    if not bool(out.isfinite().all()) or float(out[0]) < 0 or bool((out.diff() <= 0).any()):
+        raise InputError(
+            f"{owner}: times must be finite, increase, and begin at 0 (the start) or later."
+        )
+    return out
+
+
+def flow(
+    x0: Tensor,
+    times: Tensor | Sequence[float],
+    *,
+    beta: float | Tensor = 1.0,
+    contraction: Contraction | None = None,
+    patterns: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+    is_causal: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
+    observables: Observables | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Trajectory:
+    """The limit of small steps: x' = Dc(x) attention(x), c the contraction, D its differential.
+
+    On the sphere that is attention's tangent part; without a contraction, x' = attention(x). The
+    equation is integrated by scipy's adaptive pair of order 8 (one step size for the whole batch).
+
+    Args:
+        x0: ``(*batch, N, d)``, the state at time 0. With a contraction, begin on its image.
+        times: when states are wanted, increasing from 0 or later.
+        beta, contraction, patterns, query_weight, key_weight, value_weight, is_causal: see `step`.
+        rtol, atol: tolerances of the solver; 1e-8 and 1e-10 for double precision, 1e-5 and 1e-7
+            for single.
+        observables, checkpoint, progress: see `simulate`.
+
+    Returns:
+        A `Trajectory` without derivatives (use `simulate` with a small step size for those).
+        Softmax averages are never longer than the longest value, so a cloud grows at most
+        exponentially; ``blow_up_time`` is when it passes 1e-3 of the root of the largest number
+        its precision has, after which scores would overflow.
+
+    Raises:
+        InputError: see `step`; times that do not increase, input that requires a gradient.
+
+    Two points on the circle run together:
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.eye(2, dtype=torch.float64)
+    >>> run = cm.dynamics.flow(x, [0.0, 1.0, 10.0], contraction=cm.dynamics.Sphere())
+    >>> (run.states[:, 0] * run.states[:, 1]).sum(-1)
+    tensor([0.0000, 0.5..., 1.0000], dtype=torch.float64)
+    """
+    call = prepare(
+        "flow",
+        x0,
+        beta=beta,
+        contraction=contraction,
+        patterns=patterns,
+        query_weight=query_weight,
+        key_weight=key_weight,
+        value_weight=value_weight,
+        is_causal=is_causal,
+    )
+    given = (call.x, beta, patterns, query_weight, key_weight, value_weight)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
+        raise InputError(
+            "flow: the adaptive solver has no derivative, but an input requires one. Use simulate "
+            "with a small step_size, which has, or pass detached tensors."
+        )
+    wanted = ascending("flow", times)
+    double = call.x.dtype == torch.float64
+    tolerances = (1e-8, 1e-10) if double else (1e-5, 1e-7)
+    chosen = [
+        given if given is not None else own
+        for given, own in zip((rtol, atol), tolerances, strict=True)
+    ]
+    if not all(t > 0 for t in chosen):
+        raise InputError(f"flow: rtol and atol must be positive, not {chosen[0]} and {chosen[1]}.")
+
+    def moments() -> Iterator[Moment]:
+        limit = 1e-3 * torch.finfo(call.x.dtype).max ** 0.5
+        with torch.no_grad():
+            outputs = integrate(
+                lambda _, x: call.velocity(x),
+                call.x,
+                wanted,
+                size=norm,
+                limit=limit,
+                rtol=chosen[0],
+                atol=chosen[1],
+            )
+            for out in outputs:
+                yield Moment(out.time, out.state, out.escaped)
+
+    return collect(
+        moments(),
+        dtype=call.dtype,
+        observables=observables,
+        checkpoint=checkpoint,
+        progress=progress,
+    )

@@ -1,0 +1,118 @@
+"""Mean-field spins: the same map with the sites' own log-normalizers (THEORY T32)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.fixed_point import FixedPoint, fixed_point
+from cumulant.errors import InputError
+from cumulant.measures.checks import finite, numbers, require
+from cumulant.measures.measure import Measure
+
+__all__ = ["MeanField", "mean_field"]
+
+
+@dataclass(frozen=True)
+class MeanField:
+    """A solution of the mean-field equations.
+
+    Attributes:
+        mean: E[x_i], ``(n, d)``.
+        natural_parameter: eta_i = sum_j J_ij m_j + field_i, ``(n, d)``.
+        free_energy: of the product of the tilted sites; at least -log Z, and stationary here.
+        solution: the `FixedPoint` it came from, with its status.
+    """
+
+    mean: Tensor
+    natural_parameter: Tensor
+    free_energy: Tensor
+    solution: FixedPoint
+
+
+def mean_field(
+    sites: Measure,
+    couplings: Tensor,
+    field: Tensor | None = None,
+    *,
+    start: Tensor | None = None,
+    **how: Any,
+) -> MeanField:
+    """Solve m_i = grad G_i(sum_j J_ij m_j + field_i) (T32).
+
+    The law is prod_i h_i(x_i) exp(sum_{i<j} J_ij <x_i, x_j> + sum_i <field_i, x_i>), temperature
+    absorbed in J and the fields; its best approximation by a product of tilted sites minimizes
+    F = sum_i KL(p_i, h_i) - sum_{i<j} J_ij <m_i, m_j> - sum_i <field_i, m_i>, and here F is
+    stationary. Attention is the case of sites N(0, I), whose grad G is the identity, with J the
+    softmax of the states: not symmetric, so without such an F.
+
+    Args:
+        sites: any probability measure of `cumulant.measures` with u(x) = x, one for all sites or
+            with batch shape ``(n,)``: `VonMisesFisher` for spins on a sphere (d = 1: plus and minus
+            one), `Gaussian`, `Empirical` with normalized weights, ...
+        couplings: J ``(n, n)``, symmetric, zero on the diagonal.
+        field: ``(n, d)`` or ``(d,)``; zero if left out.
+        start: ``(n, d)``; magnetized in random directions if left out. There may be several
+            solutions, and the start decides.
+        **how: solver, tol, max_steps, damping, throw, as in `fixed_point`.
+
+    Returns:
+        `MeanField`; ``mean`` is differentiable in couplings, field and the sites' parameters.
+
+    Three spins on a circle that like to agree, each with two neighbors:
+
+    >>> import torch, cumulant as cm
+    >>> up = cm.VonMisesFisher(torch.tensor([1.0, 0.0], dtype=torch.float64), 0.0)
+    >>> J = 3.0 * (1 - torch.eye(3, dtype=torch.float64))
+    >>> cm.dynamics.mean_field(up, J).mean.norm(dim=-1)
+    tensor([0.9022, 0.9022, 0.9022], dtype=torch.float64)
+    """
+    call = "mean_field"
+    d = sites.dimension
+    given = {"couplings": couplings} if field is None else {"couplings": couplings, "field": field}
+    got, _ = numbers(call, **given)
+    J = finite(call, "couplings", got["couplings"])
+    if J.ndim != 2 or J.shape[0] != J.shape[1] or not len(J):
+        raise InputError(f"{call}: couplings must be a matrix (n, n), but have {tuple(J.shape)}.")
+    n = len(J)
+    require(
+        (J - J.mT).abs() <= 1e-6 * (1 + J.abs().amax()),
+        lambda: f"{call}: couplings must be symmetric; use (J + J.mT) / 2.",
+    )
+    require(
+        J.diagonal() == 0,
+        lambda: f"{call}: couplings of a site with itself must be zero; put them into the sites.",
+    )
+    h = finite(call, "field", got["field"]) if field is not None else J.new_zeros(n, d)
+    if h.shape not in ((n, d), (d,)):
+        raise InputError(
+            f"{call}: field must have shape ({n}, {d}) or ({d},), but has {tuple(h.shape)}."
+        )
+    if tuple(sites.batch_shape) not in ((), (n,)):
+        raise InputError(
+            f"{call}: sites must be one measure or a batch of {n}, but have batch shape "
+            f"{tuple(sites.batch_shape)}."
+        )
+    own = len(sites.batch_shape) == 1
+
+    def spins(function: Any, eta: Tensor) -> Tensor:
+        return function(eta[:, None])[:, 0] if own else function(eta)
+
+    def tilt(m: Tensor) -> Tensor:
+        return J @ m + h
+
+    if start is None:
+        generator = torch.Generator().manual_seed(0)
+        eta = torch.randn(n, d, dtype=torch.float64, generator=generator).to(J)
+        start = spins(sites.mean, eta).detach()
+    solution = fixed_point(lambda m: spins(sites.mean, tilt(m)).to(m.dtype), start, **how)
+    m = solution.value
+    if m.shape != (n, d):
+        raise InputError(f"{call}: start must have shape ({n}, {d}), but has {tuple(m.shape)}.")
+    eta = tilt(m)
+    entropy = spins(sites.relative_entropy, eta).sum()
+    free = entropy - 0.5 * (m * (J @ m)).sum() - (m * h).sum()
+    return MeanField(m, eta, free, solution)

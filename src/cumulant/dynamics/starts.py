@@ -1,0 +1,75 @@
+"""Clouds to begin with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+
+__all__ = ["STARTS", "start"]
+
+Random = torch.Generator
+
+
+def _gaussian(n: int, d: int, generator: Random) -> Tensor:
+    """Independent standard normal points."""
+    return torch.randn(n, d, dtype=torch.float64, generator=generator)
+
+
+def _ring(n: int, d: int, generator: Random) -> Tensor:
+    """Equally spaced on the unit circle of the first two coordinates."""
+    if d < 2:
+        raise InputError("start: a ring needs dimension 2 at least.")
+    angle = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
+    out = torch.zeros(n, d, dtype=torch.float64)
+    out[:, 0], out[:, 1] = angle.cos(), angle.sin()
+    return out
+
+
+def _sphere(n: int, d: int, generator: Random) -> Tensor:
+    """Independent and uniform on the unit sphere."""
+    return torch.nn.functional.normalize(_gaussian(n, d, generator), dim=-1)
+
+
+def _clusters(n: int, d: int, generator: Random) -> Tensor:
+    """Four centers on the unit sphere, points within about 0.1 of them."""
+    centers = _sphere(4, d, generator)
+    return centers[torch.arange(n) % 4] + 0.1 / math.sqrt(d) * _gaussian(n, d, generator)
+
+
+def _orthonormal(n: int, d: int, generator: Random) -> Tensor:
+    """The first n unit vectors of a random orthonormal basis: all angles equal."""
+    if n > d:
+        raise InputError(f"start: at most d = {d} vectors can be orthonormal, but N = {n}.")
+    return torch.linalg.qr(_gaussian(d, n, generator)).Q.mT.contiguous()
+
+
+STARTS: dict[str, Callable[[int, int, Random], Tensor]] = {
+    "gaussian": _gaussian,
+    "ring": _ring,
+    "sphere": _sphere,
+    "clusters": _clusters,
+    "orthonormal": _orthonormal,
+}
+
+
+def start(name: str, n: int, d: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """A named cloud ``(n, d)``: gaussian, ring, sphere, clusters or orthonormal.
+
+    >>> import cumulant as cm
+    >>> cm.dynamics.start("ring", 4, 2).round(decimals=3) + 0.0
+    tensor([[ 1.,  0.],
+            [ 0.,  1.],
+            [-1.,  0.],
+            [ 0., -1.]])
+    """
+    if name not in STARTS:
+        raise InputError(f"start: the names are {', '.join(STARTS)}, not {name!r}.")
+    if n < 1 or d < 1:
+        raise InputError(f"start: N and d must be at least 1, not {n} and {d}.")
+    generator = torch.Generator().manual_seed(seed)
+    return STARTS[name](n, d, generator).to(dtype or torch.get_default_dtype())

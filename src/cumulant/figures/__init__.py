@@ -1,0 +1,27 @@
+"""How every picture of the project looks."""
+
+from cumulant.figures.style import (
+    COLORS,
+    INK,
+    MUTED,
+    cycle,
+    need_matplotlib,
+    new_figure,
+    series_color,
+    style,
+    tidy,
+    write,
+)
+
+__all__ = [
+    "COLORS",
+    "INK",
+    "MUTED",
+    "cycle",
+    "need_matplotlib",
+    "new_figure",
+    "series_color",
+    "style",
+    "tidy",
+    "write",
+]

@@ -1,0 +1,111 @@
+"""One plot style: quiet axes, a palette that survives color blindness and grayscale print."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cumulant.errors import InputError
+
+__all__ = [
+    "COLORS",
+    "INK",
+    "MUTED",
+    "cycle",
+    "need_matplotlib",
+    "new_figure",
+    "series_color",
+    "tidy",
+    "write",
+]
+
+INK, MUTED, PAPER = "#1f2430", "#7a8194", "#ffffff"
+# Blue, vermilion, green, purple, ochre, teal: distinct in hue and in lightness.
+COLORS = ("#2457a6", "#d1495b", "#2a9d6f", "#7b4fa3", "#d08c1d", "#1b8a99")
+
+_RULES: dict[str, Any] = {
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e7ee",
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "text.color": INK,
+    "font.size": 9.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "savefig.dpi": 150,
+    "savefig.facecolor": PAPER,
+}
+
+
+def need_matplotlib() -> Any:
+    """The module, or an error that says how to get it."""
+    try:
+        return import_module("matplotlib")
+    except ModuleNotFoundError:
+        raise InputError("pictures need matplotlib: pip install 'cumulant[plot]'.") from None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure in the house style that no window manager knows of; use it inside `style`."""
+    need_matplotlib()
+    figure = import_module("matplotlib.figure").Figure(
+        figsize=(width, height), layout="constrained"
+    )
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    return figure
+
+
+def style() -> Any:
+    """A context in which matplotlib draws in the house style, and outside of which it does not."""
+    return need_matplotlib().rc_context(_RULES)
+
+
+def series_color(i: int) -> str:
+    """The color of the i-th series."""
+    return COLORS[i % len(COLORS)]
+
+
+def cycle() -> Any:
+    """A color map that ends where it begins, for angles."""
+    around = [COLORS[i] for i in (0, 5, 2, 4, 1, 3, 0)]
+    colors = import_module("matplotlib.colors")
+    return colors.LinearSegmentedColormap.from_list("cumulant", around)
+
+
+def tidy(axes: Any) -> None:
+    """No grid behind pictures of clouds."""
+    axes.grid(visible=False)
+
+
+def write(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """The figure as a file, by its suffix."""
+    path = Path(path)
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        kinds = ", ".join(sorted(known))
+        raise InputError(f"cannot draw a file {path.name}; the suffixes are {kinds}.")
+    if not path.parent.is_dir():
+        raise InputError(
+            f"there is no folder {path.parent} to write {path.name} into; make it first."
+        )
+    with style():
+        figure.savefig(path)
+    return path

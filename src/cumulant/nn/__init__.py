@@ -1,0 +1,5 @@
+"""Layers."""
+
+from cumulant.nn.equilibrium import Equilibrium
+
+__all__ = ["Equilibrium"]

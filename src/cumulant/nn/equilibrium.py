@@ -1,0 +1,92 @@
+"""`Equilibrium`: a layer repeated until nothing changes (THEORY T16)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from cumulant.dynamics.fixed_point import FixedPoint, fixed_point
+from cumulant.errors import InputError
+
+__all__ = ["Equilibrium"]
+
+
+class Equilibrium(nn.Module):
+    """The fixed point of a layer as a layer: a deep equilibrium model (Bai et al., 2019).
+
+    z = layer(z, x) for a layer of two inputs, z = layer(z + x) for a layer of one. Gradients come
+    from the implicit function theorem, exact at second order too, and memory does not grow with the
+    number of iterations. Dropout inside the layer would make it another map in every round: an
+    equilibrium needs a map that stays the same.
+
+    Args:
+        layer: any module or function that keeps the shape of z.
+        solver, tol, max_steps, damping: see `cumulant.dynamics.fixed_point`.
+        batch_dims: leading dimensions that are separate problems.
+        throw: raise if it does not converge; otherwise read ``solution.status``.
+
+    ``solution`` is the `FixedPoint` of the last call: residual, steps, status.
+
+    >>> import torch, cumulant as cm
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    >>> _ = torch.nn.init.orthogonal_(layer[0].weight, gain=0.5)
+    >>> deep = cm.nn.Equilibrium(layer)
+    >>> z = deep(torch.randn(8, 4))
+    >>> z.shape, deep.solution.status
+    (torch.Size([8, 4]), 8 of 8 converged)
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        *,
+        solver: str = "anderson",
+        tol: float | None = None,
+        max_steps: int = 200,
+        batch_dims: int = 1,
+        damping: float = 1.0,
+        throw: bool = True,
+    ) -> None:
+        super().__init__()
+        if not callable(layer):
+            raise InputError(f"Equilibrium: layer must be callable, not {type(layer).__name__}.")
+        self.layer: Any = layer
+        self._two = _inputs(layer) >= 2
+        self._how: dict[str, Any] = {
+            "solver": solver,
+            "tol": tol,
+            "max_steps": max_steps,
+            "batch_dims": batch_dims,
+            "damping": damping,
+            "throw": throw,
+        }
+        self.solution: FixedPoint | None = None
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._how.items())
+
+    def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """The equilibrium for this input, sought from `start`, or from zero."""
+
+        def once(z: Tensor) -> Tensor:
+            return self.layer(z, x) if self._two else self.layer(z + x)
+
+        z0 = x.detach().new_zeros(x.shape) if start is None else start
+        found = fixed_point(once, z0, **self._how)
+        self.solution = FixedPoint(
+            found.value.detach(), found.residual, found.steps, found.status, found.history
+        )
+        return found.value
+
+
+def _inputs(layer: Any) -> int:
+    """How many inputs must be given by position."""
+    function = layer.forward if isinstance(layer, nn.Module) else layer
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in by_position and p.default is p.empty for p in parameters)
