@@ -201,7 +201,7 @@ def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
         return code
     history = torch.stack(run.history)
     recent = history[len(history) // 2 :]
-    falling = recent[-1] < 0.9 * recent[0]
+    falling = (recent[-1] < 0.9 * recent[0]) | ((recent.diff(dim=0) < 0).all(0) & (len(recent) > 4))
     growing = recent[-1] > 1e3 * run.residual
     outcome = torch.where(falling, int(Code.UNFINISHED), int(Code.STALLED))
     outcome = torch.where(growing, int(Code.DIVERGING), outcome)

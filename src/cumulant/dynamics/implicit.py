@@ -16,9 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cumulant.dynamics.krylov import gmres
-from cumulant.errors import ConvergenceError
+from cumulant.errors import ConvergenceError, InputError
+from cumulant.measures.calculus import jacobian
 from cumulant.measures.newton import on_tape
 
 __all__ = ["attach"]
@@ -126,14 +128,54 @@ def _each(function: Any, x: Tensor, dim: int | None, *rest: Any) -> Any:
     return torch.stack([function.apply(one, *rest) for one in x.unbind(dim)]), 0
 
 
+def _transformed(x: Tensor) -> bool:
+    """Whether torch.func or forward mode is at work. Then what f closes over belongs to levels that
+    an autograd Function leaves on entry, so no product with J can be formed inside one."""
+    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    return wrapped(x) or forward_ad._current_level >= 0
+
+
+def _by_products(
+    f: Callable[[Tensor], Tensor], x: Tensor, strict: bool
+) -> Callable[[Tensor], Tensor]:
+    """M by GMRES, in linear memory."""
+    resolvent = _Resolvent(f, x, strict)
+
+    def correct(r: Tensor) -> Tensor:
+        return cast(Tensor, _Correction.apply(r, resolvent))
+
+    return correct
+
+
+_DENSE = 4096
+
+
+def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """M as matrices ``(B, n, n)``: ordinary operations, at home in every transform."""
+    n = x.shape[-1]
+    if n > _DENSE:
+        raise InputError(
+            f"fixed_point: under torch.func and in forward mode a state may have {_DENSE} entries, "
+            f"but this one has {n}. torch.autograd.grad and backward() have no such limit."
+        )
+    J = jacobian(f, x).mT
+    one = torch.eye(n, dtype=x.dtype, device=x.device)
+    M = torch.linalg.inv(one - J).detach()
+
+    def correct(r: Tensor) -> Tensor:
+        return (M @ (r - r.detach())[..., None])[..., 0]
+
+    return correct
+
+
 def attach(f: Callable[[Tensor], Tensor], solution: Tensor, *, strict: bool) -> Tensor:
     """The solution ``(B, n)``, with the derivatives it has in whatever f closes over."""
     x = solution.detach()
     first = f(x)
     if not on_tape(first):
         return x
-    resolvent = _Resolvent(f, x, strict)
-    y = x + cast(Tensor, _Correction.apply(first - x, resolvent))
+    correct = _dense(f, x) if _transformed(first) else _by_products(f, x, strict)
+    y = x + correct(first - x)
     for _ in range(ORDERS - 1):
-        y = y + cast(Tensor, _Correction.apply(f(y) - y, resolvent))
+        y = y + correct(f(y) - y)
     return y

@@ -66,10 +66,18 @@ def inverse(
             "inverse: beta and step_size must be plain numbers, step_size not negative: a step "
             "down the gradient need not be invertible."
         )
-    if tau == 0.0:
-        return call.x.to(call.dtype)
+    y0 = call.x if fixed is None else fixed
+    bend = tau * b * float(y0.detach().square().sum(-1).amax())
+    if bend <= torch.finfo(call.x.dtype).eps:  # attention is constant to working precision
+        return (call.x - tau * call.field(call.x)).to(call.dtype)
     if fixed is None:
-        found = fixed_point(lambda x: call.x - tau * call.field(x), call.x, throw=False)
+        # A point that sees mostly itself moves by tau x: hence the start, and the damping.
+        found = fixed_point(
+            lambda x: call.x - tau * call.field(x),
+            call.x / (1 + tau),
+            damping=1 / (1 + tau),
+            throw=False,
+        )
         if not bool(found.status.converged):
             raise ConvergenceError(
                 f"inverse: {found.status} (residual {float(found.residual):.3g}). Self-attention "
@@ -77,8 +85,6 @@ def inverse(
                 found,
             )
         return found.value.to(call.dtype)
-    if b == 0.0:
-        return (call.x - tau * fixed.mean(-2, keepdim=True)).to(call.dtype)
     one = torch.eye(call.x.shape[-1], dtype=call.x.dtype, device=call.x.device)
     lifted = GaussianMixture(b * fixed, b / tau * one, covariance_type="shared")
     found = lifted.link(b / tau * call.x, throw=False)

@@ -29,7 +29,7 @@ def _march(call: Call, steps: int, every: int) -> Iterator[Moment]:
         new = call.step(x)
         good = alive & new.detach().isfinite().all(-1).all(-1)
         if not bool(good.all()):
-            blown = torch.where((alive & ~good).to("cpu"), k * tau, blown)
+            blown[(alive & ~good).to("cpu")] = k * tau  # in place: all moments share it
             new = torch.where(good[..., None, None], new, x)
         x, alive = new, good
         if not bool(alive.any()):

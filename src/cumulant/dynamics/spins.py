@@ -55,9 +55,10 @@ def mean_field(
             one), `Gaussian`, `Empirical` with normalized weights, ...
         couplings: J ``(n, n)``, symmetric, zero on the diagonal.
         field: ``(n, d)`` or ``(d,)``; zero if left out.
-        start: ``(n, d)``; magnetized in random directions if left out. There may be several
-            solutions, and the start decides.
-        **how: solver, tol, max_steps, damping, throw, as in `fixed_point`.
+        start: ``(n, d)``; magnetized along the field and at random if left out. There may be
+            several solutions, and the start decides.
+        **how: solver, tol, max_steps, damping, throw, as in `fixed_point`. By default damped
+            iteration, which leaves solutions that are no minimum of F.
 
     Returns:
         `MeanField`; ``mean`` is differentiable in couplings, field and the sites' parameters.
@@ -107,7 +108,8 @@ def mean_field(
     if start is None:
         generator = torch.Generator().manual_seed(0)
         eta = torch.randn(n, d, dtype=torch.float64, generator=generator).to(J)
-        start = spins(sites.mean, eta).detach()
+        start = spins(sites.mean, eta + h).detach()
+    how = {"solver": "damped", "damping": 0.5, "max_steps": 10_000, **how}
     solution = fixed_point(lambda m: spins(sites.mean, tilt(m)).to(m.dtype), start, **how)
     m = solution.value
     if m.shape != (n, d):
