@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import cumulant as cm
+from cumulant.cli import main
 
 
 def run(*arguments, **options):
@@ -64,3 +67,102 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
         assert len(out.stderr.strip().splitlines()) == 1
         assert out.stderr.startswith("cumulant: ")
     assert run("bench", "nonsense").returncode == 2
+
+
+def test_bench_dynamics():
+    out = run("bench", "dynamics", "--quick", "--rounds", "1", "--json")
+    assert out.returncode == 0, out.stderr
+    rows = json.loads(out.stdout)["rows"]
+    assert {row["quantity"] for row in rows} == {
+        "step",
+        "step onto the sphere",
+        "one batched call",
+        "Anderson",
+    }
+    assert all(row["met"] for row in rows if row["quantity"] == "Anderson")
+
+
+def test_simulate_writes_data_and_pictures(tmp_path):
+    files = [tmp_path / name for name in ("run.npz", "a.png", "a.gif")]
+    out = run(
+        *("simulate", "sphere", "--points", "30", "--beta", "9", "--time", "5", "--steps", "20"),
+        *("-o", str(files[0]), "-p", str(files[1]), "-a", str(files[2])),
+    )
+    assert out.returncode == 0, out.stderr
+    assert all(path.stat().st_size > 1000 for path in files)
+    assert "participation ratio" in out.stdout
+    trajectory = cm.dynamics.Trajectory.load(files[0])
+    assert trajectory.states.shape == (21, 30, 3)
+    again = run("simulate", str(files[0]), "--steps", "2", "--json")
+    report = json.loads(again.stdout)
+    assert report["observables"]["spread"][0] == trajectory.observables["spread"][-1].item()
+    assert report["blow_up_time"] is None
+
+
+def test_simulate_your_own_points(tmp_path):
+    table = tmp_path / "points.csv"
+    table.write_text("x,y\n1,0\n0,1\n-1,0\n")
+    out = run(
+        "simulate", str(table), "--contraction", "none", "--beta", "0", "--steps", "1", "--json"
+    )
+    report = json.loads(out.stdout)
+    # uniform attention moves every point by 0.1 times the mean (0, 1/3)
+    moved = [(1, 1 / 30), (0, 1 + 1 / 30), (-1, 1 / 30)]
+    expected = (sum(x * x + y * y for x, y in moved) / 3) ** 0.5
+    assert abs(report["observables"]["norm"][-1] - expected) < 1e-12
+
+
+def test_simulate_reports_blow_up():
+    out = run(
+        "simulate", "gaussian", "--contraction", "none", "--step-size", "5", "--steps", "2000"
+    )
+    assert out.returncode == 0
+    assert "left the range of its numbers at t =" in out.stdout
+
+
+def test_simulate_bad_input(tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.csv"
+    bad.write_text("1,2\n3,four\n")
+    holes = tmp_path / "holes.csv"
+    holes.write_text("1,2\n3,nan\n")
+    for arguments in (
+        ["nowhere.csv"],
+        [str(bad)],
+        [str(holes)],
+        ["--beta", "-1"],
+        ["--contraction", "box"],
+        ["--steps", "0"],
+        ["--time", "-3"],
+        ["orthonormal", "--points", "9", "--dimension", "3"],
+        ["ring", "--dimension", "1"],
+        ["-o", str(tmp_path / "run.txt")],
+        ["-p", str(tmp_path / "missing" / "a.png")],
+        ["-a", str(tmp_path / "a.mp4")],
+    ):
+        monkeypatch.setattr(sys, "argv", ["cumulant", "simulate", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr().err
+        assert left.value.code == 2, arguments
+        assert len(said.strip().splitlines()) == 1, said
+        assert said.startswith("cumulant: ")
+
+
+def test_simulate_interrupted_leaves_what_it_had(tmp_path):
+    import signal
+    import time
+
+    path = tmp_path / "run.npz"
+    arguments = ["simulate", "sphere", "--points", "400", "--steps", "1000000", "-o", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cumulant", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "the run so far is in" in said
+    assert len(cm.dynamics.Trajectory.load(path).times) > 3

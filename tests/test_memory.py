@@ -125,3 +125,39 @@ def test_measures_never_hold_the_product_of_points_and_parameters(kind, m, n, d,
     )
     grown = json.loads(out.stdout)
     assert grown < limit, grown
+
+
+DYNAMICS = """
+import json, sys
+import torch
+import cumulant as cm
+
+torch.set_num_threads(2)
+D = cm.dynamics
+
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(x.split()[1]) / 1024 for x in f if x.startswith(field))
+
+def run(n, d):
+    x = torch.randn(n, d)
+    out = D.step(x, contraction=D.Sphere())
+    D.expansion(x, out), D.clusters(out[:, :3]), D.participation_ratio(out)
+    y = x.clone().requires_grad_()
+    D.step(y, contraction=D.LayerNorm()).square().sum().backward()
+    D.gaussianity(out[: n // 2, :3], draws=2)
+
+run(64, int(sys.argv[2]))
+before = status("VmRSS")
+run(*map(int, sys.argv[1:]))
+print(json.dumps(status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+def test_dynamics_are_linear_in_the_points():
+    """N x N would be 1024 MB in single precision."""
+    out = subprocess.run(
+        [sys.executable, "-c", DYNAMICS, "16384", "16"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(out.stdout) < 250

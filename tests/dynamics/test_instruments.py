@@ -23,7 +23,24 @@ def test_clusters_are_those_of_single_linkage():
         same = torch.from_numpy(theirs)[:, None] == torch.from_numpy(theirs)
         assert torch.equal(labels[:, None] == labels, same)
     assert D.clusters(torch.zeros(5, 2)).count == 1
+    assert D.clusters(1e200 * torch.randn(5, 2).double()).count == 5
     assert D.clusters(torch.arange(4.0)[:, None], distance=0.0).count == 4
+
+
+@pytest.mark.parametrize(("d", "distance"), [(1, 0.004), (3, 0.15), (10, 0.6)])
+def test_clusters_at_every_density(d, distance):
+    x = torch.cat([torch.rand(150, d, dtype=DOUBLE), 1e-3 * torch.rand(150, d, dtype=DOUBLE)])
+    theirs = torch.from_numpy(fcluster(linkage(x.numpy(), "single"), distance, "distance"))
+    found = D.clusters(x, distance=distance)
+    assert found.count == len(theirs.unique())
+    assert torch.equal(found.labels[:, None] == found.labels, theirs[:, None] == theirs)
+    seen = list(dict.fromkeys(found.labels.tolist()))
+    assert seen == sorted(seen)  # counted in the order in which the points come
+
+
+def test_clusters_of_a_collapsed_cloud_take_no_pairs():
+    x = torch.randn(200_000, 3) * 1e-4
+    assert D.clusters(x).count == 1  # the pairs would fill 300 GB
 
 
 def test_participation_ratio():

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cumulant.bench.timing import Row, aim, machine, markdown, short
+from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 
 bench = typer.Typer(
@@ -71,6 +71,20 @@ def measures(
     _measure("measures", title, run, rounds, quick, as_json, output)
 
 
+@bench.command()
+def dynamics(
+    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+) -> None:
+    """Dynamics against torch's attention, a loop over clouds, and plain iteration.
+
+    About two minutes; --quick takes ten seconds.
+    """
+    from cumulant.bench.dynamics import run
+
+    title = "What dynamics cost"
+    _measure("dynamics", title, run, rounds, quick, as_json, output)
+
+
 def _measure(
     name: str,
     title: str,
@@ -88,14 +102,7 @@ def _measure(
             raise InputError(f"--output: there is no folder {output.parent}; make it first.")
         if output.is_dir() or not os.access(output.parent, os.W_OK):
             raise InputError(f"--output: cannot write a file at {output}; name a file.")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=None)
 
         def tick(what: str, total: int) -> None:

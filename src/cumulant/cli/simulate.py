@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.cli.progress import progress_bar
 from cumulant.dynamics.starts import STARTS
 from cumulant.errors import InputError
 
@@ -151,14 +151,7 @@ def simulate(
     pull = CONTRACTIONS[contraction]
     if time is not None and pull is not None:
         x = pull(x)  # the flow lives on the image of the contraction
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
+    with progress_bar() as bar:
         end = time if time is not None else steps * step_size
         task = bar.add_task(f"{x.shape[-2]} points", total=abs(end) or None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,16 +78,54 @@ def clusters(x: Tensor, *, distance: float = 0.1) -> Clusters:
     points = cloud("clusters", x)
     if not (distance >= 0 and math.isfinite(distance)):
         raise InputError(f"clusters: distance must be finite and not negative, not {distance}.")
-    spatial, graph = (import_module(f"scipy.{m}") for m in ("spatial", "sparse.csgraph"))
-    sparse = import_module("scipy.sparse")
-    n = points.shape[-2]
-    labels: list[np.ndarray] = []
-    for one in points.detach().cpu().double().reshape(-1, *points.shape[-2:]).numpy():
-        pairs = spatial.cKDTree(one).query_pairs(distance, output_type="ndarray")
-        links = sparse.coo_matrix((np.ones(len(pairs)), pairs.T), shape=(n, n))
-        labels.append(graph.connected_components(links, directed=False)[1])
-    found = torch.as_tensor(np.array(labels), device=x.device).long().reshape(points.shape[:-1])
+    flat = points.detach().cpu().double().reshape(-1, *points.shape[-2:]).numpy()
+    labels = np.array([_linked(one, distance) for one in flat])
+    found = torch.as_tensor(labels, device=x.device).long().reshape(points.shape[:-1])
     return Clusters(found.amax(-1) + 1, found)
+
+
+def _linked(x: Any, distance: float) -> Any:
+    """Labels of one cloud, in memory linear in N even where all points have run together.
+
+    Every point joins the first leader within distance / 2, so that the points of a leader are all
+    linked with each other; then only leaders up to 2 * distance apart are compared.
+    """
+    tree_of = import_module("scipy.spatial").cKDTree
+    size = max(1.0, float(np.abs(x).max()))  # far-off clouds would overflow the tree's squares
+    x, distance = x / size, distance / size
+    tree = tree_of(x)
+    leader = np.full(len(x), -1)
+    for i in range(len(x)):
+        if leader[i] < 0:
+            near = np.array(tree.query_ball_point(x[i], distance / 2))
+            leader[near[leader[near] < 0]] = i
+    leaders, member = np.unique(leader, return_inverse=True)
+    group = list(range(len(leaders)))
+
+    def root(a: int) -> int:
+        while group[a] != a:
+            group[a] = group[group[a]]
+            a = group[a]
+        return a
+
+    heads = x[leaders]
+    pairs = tree_of(heads).query_pairs(2 * distance, output_type="ndarray")
+    gaps = np.linalg.norm(heads[pairs[:, 0]] - heads[pairs[:, 1]], axis=-1)
+    order = np.argsort(gaps, kind="stable")
+    crowds = np.split(np.argsort(member, kind="stable"), np.bincount(member).cumsum()[:-1])
+    for k in order:
+        a, b = (root(int(p)) for p in pairs[k])
+        if a == b:
+            continue
+        if gaps[k] > distance:
+            first, second = (x[crowds[p]] for p in pairs[k])
+            if tree_of(first).query(second)[0].min() > distance:
+                continue
+        group[max(a, b)] = min(a, b)
+    roots = np.array([root(a) for a in range(len(leaders))])[member]
+    _, where = np.unique(roots, return_index=True)
+    rank = {int(roots[i]): k for k, i in enumerate(np.sort(where))}
+    return np.array([rank[int(r)] for r in roots])
 
 
 def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:

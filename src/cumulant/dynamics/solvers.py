@@ -51,7 +51,7 @@ class Anderson:
     def propose(self, x: Tensor, g: Tensor) -> Tensor:
         if self._last is not None:
             size, before = (torch.linalg.vector_norm(r, dim=-1) for r in (g, self._last.g))
-            calm = (size < 10 * before)[:, None]  # otherwise the past misleads: forget it
+            calm = (size < before)[:, None]  # otherwise the past misleads: forget it
             self._steps = [s * calm for s in self._steps] + [(x - self._last.x) * calm]
             self._changes = [c * calm for c in self._changes] + [(g - self._last.g) * calm]
             self._steps, self._changes = self._steps[-self.window :], self._changes[-self.window :]
