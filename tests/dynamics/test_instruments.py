@@ -43,6 +43,14 @@ def test_clusters_of_a_collapsed_cloud_take_no_pairs():
     assert D.clusters(x).count == 1  # the pairs would fill 300 GB
 
 
+def test_sizes_of_far_off_clouds_do_not_overflow():
+    x = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=DOUBLE)
+    for scale in (1e-200, 1.0, 1e200):
+        assert D.norm(scale * x).item() == pytest.approx(5 * scale)
+        assert D.spread(scale * x).item() == pytest.approx(5 * scale)
+    assert D.norm(torch.zeros(3, 2)) == 0
+
+
 def test_participation_ratio():
     S = torch.tensor([4.0, 1.0, 0.25], dtype=DOUBLE)
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=DOUBLE)] * 3)

@@ -203,6 +203,8 @@ def test_a_batch_of_gaussians():
     torch.testing.assert_close(path.blow_up_time, torch.tensor([0.5, 5.0], dtype=DOUBLE))
     assert path.times.tolist() == [0.1, 1.0]
     assert path.covariance[1, 0].isinf().all()
+    assert path.rank.tolist() == [[2, 2], [-1, 2]]
+    assert path.participation_ratio[1].tolist() == [math.inf, 2.0]
     assert path.covariance[1, 1, 0, 0].item() == pytest.approx(1 / (10 - 2))
 
 

@@ -103,3 +103,16 @@ def test_failure_says_so():
     assert quiet.solution.status == "stalled"
     with pytest.raises(cm.InputError, match="callable"):
         cm.nn.Equilibrium(3)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_models(kind):
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    nn.init.orthogonal_(layer[0].weight, gain=0.5)
+    x = torch.randn(3, 4)
+    exact = cm.nn.Equilibrium(layer)(x)
+    z = cm.nn.Equilibrium(layer.to(kind))(x.to(kind))
+    assert z.dtype == kind
+    torch.testing.assert_close(z.float(), exact, atol=0.1, rtol=0)
+    z.sum().backward()
+    assert layer[0].weight.grad.isfinite().all()

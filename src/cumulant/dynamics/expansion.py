@@ -174,13 +174,15 @@ def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
     tensor(2.)
     """
     points = cloud("bounds", x).detach()
+    kind, points = points.dtype, points if points.device.type == "mps" else points.double()
     if beta < 0:
         raise InputError(f"bounds: beta must not be negative, but is {beta}.")
     tau = abs(step_size)
     n = points.shape[-2]
     farthest = points.new_zeros(points.shape[:-2])
     for piece in points.split(max(1, 2**22 // n), -2):
-        farthest = torch.maximum(farthest, torch.cdist(piece, points).amax((-2, -1)))
+        gaps = torch.cdist(piece, points, compute_mode="donot_use_mm_for_euclid_dist")
+        farthest = torch.maximum(farthest, gaps.amax((-2, -1)))
     radius = torch.linalg.vector_norm(points, dim=-1).amax(-1).square()
     joint = 1 + tau * (beta * radius * (1 + n**0.5) + n**0.5)
-    return Bounds(1 + tau * beta * farthest.square() / 4, joint)
+    return Bounds((1 + tau * beta * farthest.square() / 4).to(kind), joint.to(kind))

@@ -15,11 +15,13 @@ from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
 from cumulant.errors import ConvergenceError, InputError
-from cumulant.measures.checks import finite, numbers
+from cumulant.measures.checks import HALF, finite, numbers
 
 __all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
 
 Map = Callable[[Tensor], Tensor]
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Code(IntEnum):
@@ -119,32 +121,34 @@ class FixedPoint:
 class _Rows:
     """A map on states as a map on rows ``(B, n)``."""
 
-    def __init__(self, call: str, f: Map, x0: Tensor, batch_dims: int) -> None:
+    def __init__(self, call: str, f: Map, x0: Tensor, batch_dims: int, dtype: torch.dtype) -> None:
         if not isinstance(batch_dims, int) or not 0 <= batch_dims <= x0.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(
                 f"{call}: batch_dims must lie between 0 and {x0.ndim}, the dimensions of a state "
                 f"of shape {tuple(x0.shape)}, not {batch_dims}."
             )
-        self._call, self._f = call, f
+        self._call, self._f, self._dtype = call, f, dtype
         self.shape, self.batch = x0.shape, x0.shape[:batch_dims]
         self.flat = (math.prod(self.batch), math.prod(x0.shape[batch_dims:]))
         if 0 in self.flat:
             raise InputError(f"{call}: the state is empty; its shape is {tuple(x0.shape)}.")
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._f(x.reshape(self.shape))
+        y = self._f(x.reshape(self.shape).to(self._dtype))
         if not isinstance(y, Tensor) or y.shape != self.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(
                 f"{self._call}: f must return a tensor of the shape of its input, "
                 f"{tuple(self.shape)}, but returned {got}."
             )
-        return y.reshape(self.flat)
+        return y.reshape(self.flat).to(x.dtype)
 
 
-def _state(call: str, x0: Tensor) -> Tensor:
-    got = numbers(call, x0=x0)[0]["x0"]
-    return finite(call, "the state", got)
+def _state(call: str, x0: Tensor) -> tuple[Tensor, torch.dtype]:
+    """The state, in single precision at least, and the precision that f is to see."""
+    got = finite(call, "the state", numbers(call, x0=x0)[0]["x0"]).detach()
+    half = isinstance(x0, Tensor) and x0.dtype in HALF  # pyright: ignore[reportUnnecessaryIsInstance]
+    return got, x0.dtype if half else got.dtype
 
 
 @dataclass
@@ -235,7 +239,8 @@ def fixed_point(
         f: keeps the shape; may close over tensors that require gradients.
         x0: the start.
         solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
-        tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single precision.
+        tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.01 and
+            0.05 in half precision (float16, bfloat16).
         max_steps: evaluations of f at most.
         batch_dims: so many leading dimensions are separate problems, which f treats independently
             and which stop separately.
@@ -261,8 +266,8 @@ def fixed_point(
         raise InputError(
             f"fixed_point: solver must be one of {', '.join(SOLVERS)}, not {solver!r}."
         )
-    start = _state("fixed_point", x0).detach()
-    tol = (1e-10 if start.dtype == torch.float64 else 1e-5) if tol is None else float(tol)
+    start, kind = _state("fixed_point", x0)
+    tol = _TOLERANCE[kind] if tol is None else float(tol)
     if not (tol >= 0 and math.isfinite(tol)):
         raise InputError(f"fixed_point: tol must be finite and not negative, not {tol}.")
     if not isinstance(max_steps, int) or max_steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -271,14 +276,14 @@ def fixed_point(
         )
     if not 0 < damping <= 1:
         raise InputError(f"fixed_point: damping must lie in (0, 1], not {damping}.")
-    rows = _Rows("fixed_point", f, start, batch_dims)
+    rows = _Rows("fixed_point", f, start, batch_dims, kind)
     with torch.no_grad():
         quiet = _quiet(rows)
         run = _iterate(quiet, start.reshape(rows.flat), SOLVERS[solver](damping), tol, max_steps)
         code = _diagnose(quiet, run, damping)
     value = attach(rows, run.best, strict=throw)
     result = FixedPoint(
-        value.reshape(rows.shape),
+        value.reshape(rows.shape).to(kind),
         run.residual.reshape(rows.batch),
         run.steps.reshape(rows.batch),
         Status(code.reshape(rows.batch)),
@@ -326,8 +331,8 @@ def spectral_radius(
     >>> cm.dynamics.spectral_radius(lambda x: turn @ x, torch.ones(2, dtype=torch.float64)).radius
     tensor(0.5000, dtype=torch.float64)
     """
-    state = _state("spectral_radius", x).detach()
-    rows = _Rows("spectral_radius", f, state, batch_dims)
+    state, kind = _state("spectral_radius", x)
+    rows = _Rows("spectral_radius", f, state, batch_dims, kind)
     flat = state.reshape(rows.flat)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows.flat, dtype=torch.float64, generator=generator).to(flat)

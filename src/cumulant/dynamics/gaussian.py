@@ -36,20 +36,23 @@ class GaussianPath:
 
     @property
     def participation_ratio(self) -> Tensor:
-        """(tr S)^2 / tr S^2, ``(T, *batch)``: how many dimensions are filled, 0 for a point."""
+        """(tr S)^2 / tr S^2, ``(T, *batch)``: how many dimensions are filled, 0 for a point, inf
+        after the blow-up."""
         size = self.covariance.abs().amax((-2, -1), keepdim=True)
-        S = torch.where(size > 0, self.covariance / size, 0.0)
+        S = torch.where((size > 0) & size.isfinite(), self.covariance / size, 0.0)
         trace = S.diagonal(dim1=-2, dim2=-1).sum(-1)
         squares = S.square().sum((-2, -1))
-        return torch.where(squares > 0, trace.square() / squares, 0.0)
+        ratio = torch.where(squares > 0, trace.square() / squares, 0.0)
+        return torch.where(size[..., 0, 0].isinf(), math.inf, ratio)
 
     @property
     def rank(self) -> Tensor:
-        """Eigenvalues of the covariance above 1e-6 of the largest, ``(T, *batch)``; d where inf."""
+        """Eigenvalues of the covariance above 1e-6 of the largest, ``(T, *batch)``; -1 after the
+        blow-up."""
         sure = self.covariance.nan_to_num(0.0, 0.0, 0.0)
         values = torch.linalg.eigvalsh(sure)
         counted = (values > 1e-6 * values[..., -1:].clamp_min(0.0)).sum(-1)
-        return torch.where(self.covariance.isinf().any(-1).any(-1), sure.shape[-1], counted)
+        return torch.where(self.covariance.isinf().any(-1).any(-1), -1, counted)
 
 
 @dataclass(frozen=True)

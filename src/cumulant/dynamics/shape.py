@@ -30,7 +30,14 @@ def cloud(owner: str, x: Tensor, name: str = "x") -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     """Root mean square of the points' norms, ``(*batch,)``."""
-    return x.square().sum(-1).mean(-1).sqrt()
+    size = _size(x)
+    return (x / size).square().sum(-1).mean(-1).sqrt() * size[..., 0, 0]
+
+
+def _size(x: Tensor) -> Tensor:
+    """The largest coordinate, ``(*batch, 1, 1)``: what to divide by before squaring."""
+    size = x.detach().abs().amax((-2, -1), keepdim=True)
+    return size.where(size > 0, 1.0)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -48,9 +55,7 @@ def participation_ratio(x: Tensor) -> Tensor:
     tensor(1.)
     """
     away = x - x.mean(-2, keepdim=True)
-    away = away / away.detach().abs().amax((-2, -1), keepdim=True).clamp_min(
-        torch.finfo(x.dtype).tiny
-    )
+    away = away / _size(away)
     n, d = x.shape[-2:]
     gram = away.mT @ away if d <= n else away @ away.mT
     total = away.square().sum((-2, -1))
