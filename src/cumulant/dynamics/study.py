@@ -43,6 +43,7 @@ class Study:
     rejected: list[dict[str, Any]]
     counts: list[dict[str, Any]]
     followed: list[dict[str, Any]]
+    dimensions: list[dict[str, Any]]
     limits: list[dict[str, Any]]
 
 
@@ -149,6 +150,17 @@ def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
     return found
 
 
+def by_dimension(dimensions: list[int], n: int, ensemble: int, tick: Tick) -> list[dict[str, Any]]:
+    """Gaussian clouds projected on the sphere once: the shares of clouds and coordinates rejected."""
+    found: list[dict[str, Any]] = []
+    for d in dimensions:
+        tick(f"projected once, d = {d}")
+        random = torch.Generator().manual_seed(d)
+        x = Sphere()(torch.randn(ensemble, n, d, dtype=torch.float64, generator=random))
+        found.append({"dimension": d, "cloud": _tested(x)[0], "coordinate": _tested(x[..., :1])[0]})
+    return found
+
+
 def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
     """One Gaussian cloud under each contraction, for a picture: start, middle, end."""
     found: list[dict[str, Any]] = []
@@ -168,7 +180,7 @@ def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
 
 
 def run(*, quick: bool = False, tick: Tick = lambda what: None) -> Study:
-    """All experiments: about six minutes on two cores, or half a minute if quick."""
+    """All experiments: about twenty minutes on one core, or ten seconds if quick."""
     sizes, betas = ([32, 128], [1.0]) if quick else ([32, 128, 512, 2048], [0.25, 1.0, 4.0])
     return Study(
         rejected=gaussian_kept(sizes, betas, 20 if quick else 40, 16 if quick else 64, tick),
@@ -180,6 +192,12 @@ def run(*, quick: bool = False, tick: Tick = lambda what: None) -> Study:
             tick,
         ),
         followed=law_followed([100] if quick else [100, 1000, 10_000], tick),
+        dimensions=by_dimension(
+            [2, 16] if quick else [2, 4, 8, 16, 32, 64],
+            128 if quick else 512,
+            20 if quick else 100,
+            tick,
+        ),
         limits=limits(200, 4.0, 80, tick),
     )
 

@@ -22,6 +22,7 @@ def draw(study: Study, folder: Path) -> list[Path]:
             write(_distances(study), folder / "energy-distance.png"),
             write(_followed(study), folder / "law-followed.png"),
             write(_counts(study), folder / "clusters.png"),
+            write(_dimensions(study), folder / "dimension.png"),
         ]
 
 
@@ -120,4 +121,19 @@ def _counts(study: Study) -> Any:
         )
     axes.set(xscale="log", yscale="log", xlabel="t", ylabel="clusters")
     axes.legend(ncols=2)
+    return figure
+
+
+def _dimensions(study: Study) -> Any:
+    figure = new_figure(5.6, 3.2)
+    axes = figure.subplots()
+    d = [r["dimension"] for r in study.dimensions]
+    for i, (key, label) in enumerate((("cloud", "whole cloud"), ("coordinate", "one coordinate"))):
+        share = [r[key] for r in study.dimensions]
+        axes.plot(d, share, color=series_color(i), marker="o", markersize=4, label=label)
+    axes.axhline(0.05, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(d, [str(k) for k in d])
+    axes.set(xlabel="dimension", ylabel="rejected", ylim=(-0.03, 1.05))
+    axes.legend(loc="center right")
     return figure
