@@ -151,7 +151,7 @@ def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
 
 
 def by_dimension(dimensions: list[int], n: int, ensemble: int, tick: Tick) -> list[dict[str, Any]]:
-    """Gaussian clouds projected on the sphere once: the shares of clouds and coordinates rejected."""
+    """Gaussian clouds projected on the sphere once: the shares rejected, whole and by one axis."""
     found: list[dict[str, Any]] = []
     for d in dimensions:
         tick(f"projected once, d = {d}")
