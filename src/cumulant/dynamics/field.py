@@ -124,12 +124,12 @@ def prepare(
     *,
     beta: float | Tensor,
     step_size: float | Tensor = 1.0,
-    contraction: Contraction | None,
+    contraction: Contraction | None = None,
     patterns: Tensor | None,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    value_weight: Tensor | None,
-    is_causal: bool,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Call:
     """Check everything once."""
     given = {

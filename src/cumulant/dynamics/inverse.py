@@ -48,18 +48,7 @@ def inverse(
     >>> torch.allclose(cm.dynamics.inverse(y, patterns=patterns, beta=2.0), x)
     True
     """
-    call = prepare(
-        "inverse",
-        y,
-        beta=beta,
-        step_size=step_size,
-        contraction=None,
-        patterns=patterns,
-        query_weight=None,
-        key_weight=None,
-        value_weight=None,
-        is_causal=False,
-    )
+    call = prepare("inverse", y, beta=beta, step_size=step_size, patterns=patterns)
     tau, b, fixed = call.step_size, call.field.beta, call.field.patterns
     if not isinstance(tau, float) or not isinstance(b, float) or tau < 0:
         raise InputError(
