@@ -69,6 +69,17 @@ class Call:
     def step(self, x: Tensor) -> Tensor:
         return contract(self.contraction, x + self.step_size * self.field(x))
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a file can say of this call."""
+        return {
+            "beta": _told(self.field.beta),
+            "step_size": _told(self.step_size),
+            "contraction": str(self.contraction) if self.contraction is not None else None,
+            "is_causal": self.field.is_causal,
+            "patterns": None if self.field.patterns is None else _told(self.field.patterns),
+        }
+
     def velocity(self, x: Tensor) -> Tensor:
         """The differential of the contraction, applied to the field: for the sphere, the tangent
         part of it."""
@@ -80,6 +91,12 @@ class Call:
             return contract(self.contraction, x)
 
         return cast(Any, torch.func.jvp(contracted, (x,), (moving,)))[1]
+
+
+def _told(x: float | Tensor) -> float | str:
+    if isinstance(x, Tensor) and x.numel() > 1:
+        return f"tensor {tuple(x.shape)}"
+    return float(x)
 
 
 def _number(owner: str, name: str, given: Any, like: Tensor) -> float | Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from cumulant.figures import (
     cycle,
     need_matplotlib,
     new_figure,
+    ramp,
     series_color,
     style,
     tidy,
@@ -57,20 +59,23 @@ class _View:
         # Color follows a point through time: its angle (or place) at the start.
         first = self.points[0] - self.points[0].mean(0)
         key = np.arctan2(first[:, 1], first[:, 0]) if self.dimension > 1 else first[:, 0]
+        self.colors = cycle() if self.dimension > 1 else ramp()
         self.hue = np.argsort(np.argsort(key)) / max(1, len(key) - 1)
 
     def limits(self, frames: Any) -> list[tuple[float, float]]:
         """A cube around these frames."""
         shown = self.points[frames].reshape(-1, self.dimension)
         low, high = shown.min(0), shown.max(0)
-        half = 0.54 * max(float((high - low).max()), 1e-12)
+        # Not closer than a hundredth of the distance from the origin: below it is rounding.
+        floor = 0.01 * float(np.abs(shown).max())
+        half = 0.54 * max(float((high - low).max()), floor, 1e-300)
         return [(c - half, c + half) for c in (low + high) / 2]
 
     def draw(self, axes: Any, k: int, limits: list[tuple[float, float]]) -> Any:
         """One cloud."""
         tidy(axes)
         size = float(np.clip(2500 / self.points.shape[1], 2.5, 26))
-        look = {"c": self.hue, "cmap": cycle(), "vmin": 0, "vmax": 1, "s": size}
+        look = {"c": self.hue, "cmap": self.colors, "vmin": 0, "vmax": 1, "s": size}
         look |= {"linewidths": 0.3, "edgecolors": "white", "alpha": 0.9}
         x = self.points[k]
         if self.dimension == 1:
@@ -80,12 +85,21 @@ class _View:
             drawn = axes.scatter(*x.T, **look)
             axes.set_ylim(limits[1])
         axes.set_xlim(limits[0])
+        axes.set_xlabel(self.labels[0])
+        if self.dimension > 1:
+            axes.set_ylabel(self.labels[1])
+        ticker = import_module("matplotlib.ticker")
+        for axis in (axes.xaxis, axes.yaxis) if self.dimension == 2 else (axes.xaxis,):
+            axis.set_major_locator(ticker.MaxNLocator(4))
+        if self.dimension < 3:
+            axes.ticklabel_format(axis="x" if self.dimension == 1 else "both", useOffset=False)
         if self.dimension == 3:
+            axes.set_zlabel(self.labels[2])
             axes.set_zlim(limits[2])
             axes.set_box_aspect((1, 1, 1))
             for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
                 axis.set_pane_color((0.975, 0.98, 0.99, 1.0))
-                axis.set_major_locator(import_module("matplotlib.ticker").MaxNLocator(3))
+                axis.set_major_locator(ticker.MaxNLocator(3))
         elif self.dimension == 2:
             axes.set_aspect("equal")
         return drawn
@@ -103,6 +117,9 @@ def _title(t: float) -> str:
     return f"t = {t:.3g}"
 
 
+_COLUMNS = 4
+
+
 def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -> Any:
     """See `Trajectory.plot`."""
     if snapshots < 1:
@@ -111,36 +128,52 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
     view = _View(run)
     last = len(run.times) - 1
     frames = sorted({round(k * last / max(1, snapshots - 1)) for k in range(snapshots)})
+    names = list(run.observables) if last else []
+    rows = -(-len(names) // _COLUMNS)
     with style():
-        names = list(run.observables) if last else []
-        figure = new_figure(max(7.0, 2.7 * len(frames)), 2.9 + (2.3 if names else 0.0))
-        parts: Any = figure.subfigures(2, 1, height_ratios=(2.9, 2.3)) if names else (figure, None)
-        top, bottom = parts
-        # Unbounded growth would shrink the start to a dot: then every snapshot has its own scale.
-        sizes = [np.abs(view.points[k]).max() for k in frames]
-        common = max(sizes) <= 10 * max(min(sizes), 1e-300)
-        shared = view.limits(frames)
-        for i, k in enumerate(frames):
-            axes = top.add_subplot(1, len(frames), i + 1, projection=view.projection)
-            view.draw(axes, k, shared if common else view.limits([k]))
-            axes.set_title(_title(view.times[k]))
-            if view.dimension < 3:
-                axes.set_xlabel(view.labels[0])
-                if i == 0 and view.dimension > 1:
-                    axes.set_ylabel(view.labels[1])
-        note = view.note if common else "; ".join(filter(None, [view.note, "scales differ"]))
-        if note:
-            top.supxlabel(note, fontsize=8.5, color=MUTED)
+        heights = [3.0, *[2.2] * rows]
+        figure = new_figure(max(7.0, 2.8 * len(frames)), sum(heights))
+        parts: Any = figure.subfigures(1 + rows, 1, height_ratios=heights, squeeze=False)[:, 0]
+        note = _clouds(parts[0], view, frames)
+        told = "; ".join(filter(None, [view.note, note, _ensemble_note(run), _blown_note(run)]))
+        if told:
+            parts[0].supxlabel(told, fontsize=8.5, color=MUTED)
         for i, name in enumerate(names):
-            axes = bottom.add_subplot(1, len(names), i + 1)
+            width = min(len(names), _COLUMNS)
+            axes = parts[1 + i // _COLUMNS].add_subplot(1, width, i % _COLUMNS + 1)
             _curves(axes, run, name, view.times, i)
     if path is not None:
         write_figure(figure, path)
     return figure
 
 
+def _clouds(part: Any, view: _View, frames: list[int]) -> str:
+    """Snapshots side by side; says so where each has its own scale."""
+    # Unbounded growth would shrink the start to a dot: then every snapshot has its own scale.
+    sizes = [np.abs(view.points[k]).max() for k in frames]
+    common = max(sizes) <= 10 * max(min(sizes), 1e-300)
+    shared = view.limits(frames)
+    for i, k in enumerate(frames):
+        axes = part.add_subplot(1, len(frames), i + 1, projection=view.projection)
+        view.draw(axes, k, shared if common else view.limits([k]))
+        axes.set_title(_title(view.times[k]))
+        if i and view.dimension == 2:
+            axes.set_ylabel("")
+    return "" if common else "scales differ"
+
+
+def _ensemble_note(run: Trajectory) -> str:
+    clouds = run.states[0].numel() // max(1, run.states.shape[-1] * run.states.shape[-2])
+    return f"first of {clouds} clouds; below, median and 5 to 95 %" if clouds > 1 else ""
+
+
+def _blown_note(run: Trajectory) -> str:
+    when = run.blow_up_time[run.blow_up_time.isfinite()]
+    return f"left the range of its numbers at t = {float(when.min()):.3g}" if len(when) else ""
+
+
 def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -> None:
-    """An observable against time: one cloud's curve, and the ensemble's range."""
+    """An observable against time: one cloud's curve, or the ensemble's median and range."""
     x = run.observables[name].detach().cpu().double()
     x = x.reshape(len(x), -1).numpy()
     if x.shape[1] > 1:
@@ -148,15 +181,17 @@ def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -
         axes.fill_between(times, low, high, color=series_color(i), alpha=0.18, linewidth=0)
         x = np.median(x, axis=1, keepdims=True)
     axes.plot(times, x[:, 0], color=series_color(i))
-    positive = x[x > 0]
-    if len(positive) and positive.max() > 1e3 * positive.min() and bool((x > 0).all()):
+    known = x[np.isfinite(x)]
+    size = float(np.abs(known).max()) if len(known) else 0.0
+    if len(known) and bool((known > 0).all()) and size > 1e3 * known.min():
         axes.set_yscale("log")
-    elif not x.max() - x.min() > 1e-3 * abs(x).max():  # what is constant looks constant
-        middle, room = float(x.mean()), 0.05 * float(abs(x).max()) or 0.05
+    elif len(known) and not known.max() - known.min() > 1e-3 * size:
+        # What is constant looks constant.
+        middle, room = float(known.mean()), 0.05 * size or 0.05
         axes.set_ylim(middle - room, middle + room)
     if axes.get_yscale() == "linear":
         axes.ticklabel_format(axis="y", useOffset=False)
-    axes.set_title(_label(name))
+    axes.set_title(textwrap.fill(_label(name), 24))
     axes.set_xlabel("t")
 
 
@@ -177,10 +212,6 @@ def animate(run: Trajectory, path: Path, frames: int, fps: int) -> Path:
         axes = figure.add_subplot(projection=view.projection)
         limits = view.limits(chosen)
         drawn = view.draw(axes, chosen[0], limits)
-        if view.dimension < 3:
-            axes.set_xlabel(view.labels[0])
-            if view.dimension > 1:
-                axes.set_ylabel(view.labels[1])
         heading = axes.set_title(_title(view.times[0]), color=COLORS[0])
 
         def show(k: int) -> Any:

@@ -48,18 +48,21 @@ def spread(x: Tensor) -> Tensor:
 def participation_ratio(x: Tensor) -> Tensor:
     """(tr C)^2 / tr C^2 of the covariance C: how many dimensions the cloud fills, ``(*batch,)``.
 
-    d for an isotropic cloud, 1 on a line, 0 where all points coincide.
+    d for an isotropic cloud, 1 on a line, 0 where all points coincide to working precision.
 
     >>> import torch, cumulant as cm
     >>> cm.dynamics.participation_ratio(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
     tensor(1.)
     """
     away = x - x.mean(-2, keepdim=True)
-    away = away / _size(away)
+    size, whole = _size(away), _size(x)
+    away = away / size
     n, d = x.shape[-2:]
     gram = away.mT @ away if d <= n else away @ away.mT
     total = away.square().sum((-2, -1))
-    return total.square() / gram.square().sum((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
+    ratio = total.square() / gram.square().sum((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
+    apart = (size > 8 * torch.finfo(x.dtype).eps * whole)[..., 0, 0]
+    return torch.where(apart, ratio, 0.0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.contraction import Contraction
+from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.shape import norm
@@ -38,8 +38,12 @@ def _march(call: Call, steps: int, every: int) -> Iterator[Moment]:
             yield Moment(k * tau, x, blown)
 
 
+def _start(x0: Tensor | Trajectory) -> tuple[Tensor, Trajectory | None]:
+    return (x0.final, x0) if isinstance(x0, Trajectory) else (x0, None)
+
+
 def simulate(
-    x0: Tensor,
+    x0: Tensor | Trajectory,
     steps: int,
     *,
     beta: float | Tensor = 1.0,
@@ -58,7 +62,7 @@ def simulate(
     """Repeat `step`, and keep what happened.
 
     Args:
-        x0: ``(*batch, N, d)``, the start.
+        x0: ``(*batch, N, d)``, the start; or a `Trajectory` that is to go on from its last state.
         steps: how often; the trajectory has steps + 1 states.
         beta, step_size, contraction, patterns, query_weight, key_weight, value_weight, is_causal:
             see `step`.
@@ -86,9 +90,10 @@ def simulate(
             raise InputError(
                 f"simulate: {name} must be a whole number from {least} on, not {value}."
             )
+    start, earlier = _start(x0)
     call = prepare(
         "simulate",
-        x0,
+        start,
         beta=beta,
         step_size=step_size,
         contraction=contraction,
@@ -104,6 +109,8 @@ def simulate(
         observables=observables,
         checkpoint=checkpoint,
         progress=progress,
+        earlier=earlier,
+        settings={"kind": "simulate", **call.settings},
     )
 
 
@@ -123,7 +130,7 @@ def ascending(owner: str, times: Tensor | Sequence[float]) -> Tensor:
 
 
 def flow(
-    x0: Tensor,
+    x0: Tensor | Trajectory,
     times: Tensor | Sequence[float],
     *,
     beta: float | Tensor = 1.0,
@@ -141,12 +148,16 @@ def flow(
 ) -> Trajectory:
     """The limit of small steps: x' = Dc(x) attention(x), c the contraction, D its differential.
 
+    There is such a limit only if the contraction leaves alone what it has contracted, as those
+    without gain and bias do.
+
     On the sphere that is attention's tangent part; without a contraction, x' = attention(x). The
     equation is integrated by scipy's adaptive pair of order 8 (one step size for the whole batch).
 
     Args:
-        x0: ``(*batch, N, d)``, the state at time 0. With a contraction, begin on its image.
-        times: when states are wanted, increasing from 0 or later.
+        x0: ``(*batch, N, d)``, the state at time 0, which is contracted first; or a `Trajectory`
+            that is to go on from its last state.
+        times: when states are wanted, increasing from 0 (the start) or later.
         beta, contraction, patterns, query_weight, key_weight, value_weight, is_causal: see `step`.
         rtol, atol: tolerances of the solver; 1e-8 and 1e-10 for double precision, 1e-5 and 1e-7
             for single.
@@ -159,7 +170,8 @@ def flow(
         its precision has, after which scores would overflow.
 
     Raises:
-        InputError: see `step`; times that do not increase, input that requires a gradient.
+        InputError: see `step`; times that do not increase, input that requires a gradient, a
+            contraction that has no limit of small steps.
 
     Two points on the circle run together:
 
@@ -169,9 +181,10 @@ def flow(
     >>> (run.states[:, 0] * run.states[:, 1]).sum(-1)
     tensor([0.0000, 0.5..., 1.0000], dtype=torch.float64)
     """
+    start, earlier = _start(x0)
     call = prepare(
         "flow",
-        x0,
+        start,
         beta=beta,
         contraction=contraction,
         patterns=patterns,
@@ -196,12 +209,14 @@ def flow(
     if not all(t > 0 for t in chosen):
         raise InputError(f"flow: rtol and atol must be positive, not {chosen[0]} and {chosen[1]}.")
 
+    begin = _on_the_image(call)
+
     def moments() -> Iterator[Moment]:
         limit = 1e-3 * torch.finfo(call.x.dtype).max ** 0.5
         with torch.no_grad():
             outputs = integrate(
                 lambda _, x: call.velocity(x),
-                call.x,
+                begin,
                 wanted,
                 size=norm,
                 limit=limit,
@@ -217,4 +232,19 @@ def flow(
         observables=observables,
         checkpoint=checkpoint,
         progress=progress,
+        earlier=earlier,
+        settings={"kind": "flow", **call.settings},
     )
+
+
+def _on_the_image(call: Call) -> Tensor:
+    """The start, contracted, if contracting it again would change nothing."""
+    with torch.no_grad():
+        once = contract(call.contraction, call.x)
+        twice = contract(call.contraction, once)
+    if float((twice - once).abs().max()) > 1e-3 * (1e-3 + float(once.abs().max())):
+        raise InputError(
+            f"flow: the contraction {call.contraction} applied twice is not the same as once, so "
+            "small steps have no limit. Leave out gain and bias, or use simulate."
+        )
+    return once

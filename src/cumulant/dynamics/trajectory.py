@@ -40,6 +40,7 @@ class Trajectory:
         blow_up_time: ``(*batch,)``, when a cloud left the range of its numbers; inf if it never
             did. From then on it is held at its last state, and where no cloud is left the
             trajectory ends.
+        settings: what the run was made with, in words and numbers.
 
     >>> import torch, cumulant as cm
     >>> run = cm.dynamics.simulate(torch.eye(3), 4, contraction=cm.dynamics.Sphere())
@@ -51,6 +52,7 @@ class Trajectory:
     states: Tensor
     observables: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     blow_up_time: Tensor = field(default_factory=lambda: torch.tensor(float("inf")))
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __repr__(self) -> str:
         seen = ", ".join(self.observables) or "none"
@@ -77,7 +79,8 @@ class Trajectory:
         part = path.with_name(path.name + ".part")
         try:
             with open(part, "wb") as file:
-                np.savez_compressed(file, format=json.dumps(kinds), **plain)
+                about = json.dumps({"dtypes": kinds, "settings": self.settings})
+                np.savez_compressed(file, format=about, **plain)
             os.replace(part, path)
         except OSError as error:
             raise InputError(f"save: cannot write {path}: {error.strerror}.") from None
@@ -88,12 +91,14 @@ class Trajectory:
         """Read what `save` wrote."""
         try:
             with np.load(path, allow_pickle=False) as file:
-                kinds: dict[str, str] = json.loads(str(file["format"]))
+                about = json.loads(str(file["format"]))
+                kinds: dict[str, str] = about["dtypes"]
                 arrays = {
                     n: torch.from_numpy(file[n]).to(getattr(torch, k)) for n, k in kinds.items()
                 }
             seen = {n.removeprefix("observable "): x for n, x in arrays.items() if " " in n}
-            return Trajectory(arrays["times"], arrays["states"], seen, arrays["blow_up_time"])
+            times, states, blown = (arrays[n] for n in ("times", "states", "blow_up_time"))
+            return Trajectory(times, states, seen, blown, about["settings"])
         except FileNotFoundError:
             raise InputError(f"load: there is no file {path}.") from None
         except (KeyError, ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
@@ -144,6 +149,18 @@ class Moment:
     blow_up_time: Tensor
 
 
+def _observed(name: str, value: Any, state: Tensor) -> Tensor:
+    """What an observable returned, if it is one number for each cloud."""
+    out = value.detach() if isinstance(value, Tensor) and not value.requires_grad else value
+    out = out if isinstance(out, Tensor) else torch.as_tensor(out)
+    if out.shape != state.shape[:-2]:
+        raise InputError(
+            f"observable {name!r} must return one number for each cloud, of shape "
+            f"{tuple(state.shape[:-2])}, but returned {tuple(out.shape)}."
+        )
+    return out
+
+
 def collect(
     moments: Iterable[Moment],
     *,
@@ -151,29 +168,35 @@ def collect(
     observables: Observables | None,
     checkpoint: str | os.PathLike[str] | None,
     progress: Callable[[float], None] | None,
+    earlier: Trajectory | None,
+    settings: dict[str, Any],
 ) -> Trajectory:
-    """Gather a run. With a checkpoint it is on disk every half minute, when it ends, and when it is
-    interrupted or fails."""
+    """Gather a run, after an earlier one if there is one. With a checkpoint it is on disk every
+    half minute, when it ends, and when it is interrupted or fails."""
     chosen = STANDARD if observables is None else observables
     got: list[Moment] = []
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    begun = 0.0 if earlier is None else float(earlier.times[-1])
     saved = time.monotonic()
 
     def so_far() -> Trajectory:
-        blown = got[-1].blow_up_time
-        times = torch.tensor([m.time for m in got], dtype=torch.float64)
-        states = torch.stack([m.state for m in got]).to(dtype)
-        seen_now = {n: torch.stack(x[: len(got)]) for n, x in seen.items()}
-        return Trajectory(times, states, seen_now, blown)
+        run = Trajectory(
+            torch.tensor([m.time + begun for m in got], dtype=torch.float64),
+            torch.stack([m.state for m in got]).to(dtype),
+            {n: torch.stack(x[: len(got)]) for n, x in seen.items()},
+            got[-1].blow_up_time + begun,
+            settings,
+        )
+        return run if earlier is None else _joined(earlier, run, chosen)
 
     try:
         for moment in moments:
-            values = {name: observe(moment.state) for name, observe in chosen.items()}
+            values = {n: _observed(n, see(moment.state), moment.state) for n, see in chosen.items()}
             for name, value in values.items():
                 seen[name].append(value)
             got.append(moment)
             if progress is not None:
-                progress(moment.time)
+                progress(moment.time + begun)
             if checkpoint is not None and time.monotonic() - saved > 30:
                 so_far().save(checkpoint)
                 saved = time.monotonic()
@@ -181,3 +204,21 @@ def collect(
         if checkpoint is not None and got:
             so_far().save(checkpoint)
     return so_far()
+
+
+def _joined(first: Trajectory, second: Trajectory, chosen: Observables) -> Trajectory:
+    """One run after the other; the state where they meet is there once."""
+    seen: dict[str, Tensor] = {}
+    for name, observe in chosen.items():
+        before = first.observables.get(name)
+        if before is None:
+            before = torch.stack([_observed(name, observe(x), x) for x in first.states])
+        seen[name] = torch.cat([before, second.observables[name][1:]])
+    gone = first.blow_up_time
+    return Trajectory(
+        torch.cat([first.times, second.times[1:]]),
+        torch.cat([first.states, second.states[1:].to(first.states)]),
+        seen,
+        torch.where(gone.isfinite(), gone, second.blow_up_time),
+        second.settings,
+    )

@@ -16,6 +16,7 @@ __all__ = [
     "cycle",
     "need_matplotlib",
     "new_figure",
+    "ramp",
     "series_color",
     "tidy",
     "write",
@@ -88,6 +89,12 @@ def cycle() -> Any:
     around = [COLORS[i] for i in (0, 5, 2, 4, 1, 3, 0)]
     colors = import_module("matplotlib.colors")
     return colors.LinearSegmentedColormap.from_list("cumulant", around)
+
+
+def ramp() -> Any:
+    """A color map from one end to the other, for places on a line."""
+    colors = import_module("matplotlib.colors")
+    return colors.LinearSegmentedColormap.from_list("cumulant ramp", [COLORS[i] for i in (0, 3, 1)])
 
 
 def tidy(axes: Any) -> None:
