@@ -93,10 +93,18 @@ def test_simulate_writes_data_and_pictures(tmp_path):
     assert "participation ratio" in out.stdout
     trajectory = cm.dynamics.Trajectory.load(files[0])
     assert trajectory.states.shape == (21, 30, 3)
-    again = run("simulate", str(files[0]), "--steps", "2", "--json")
+    assert trajectory.times[-1] == 5.0  # in double precision
+    longer = tmp_path / "longer.npz"
+    again = run("simulate", str(files[0]), "--steps", "2", "--json", "-o", str(longer))
     report = json.loads(again.stdout)
-    assert report["observables"]["spread"][0] == trajectory.observables["spread"][-1].item()
+    assert report["times"][:21] == trajectory.times.tolist()
     assert report["blow_up_time"] is None
+    joined = cm.dynamics.Trajectory.load(longer)
+    assert joined.settings["beta"] == 9.0  # as the first part was made
+    expected = cm.dynamics.simulate(
+        trajectory.final, 2, beta=9.0, step_size=1.0, contraction=cm.dynamics.Sphere()
+    )
+    assert (joined.final - expected.final).abs().max() < 1e-12
 
 
 def test_simulate_your_own_points(tmp_path):
@@ -112,6 +120,26 @@ def test_simulate_your_own_points(tmp_path):
     assert abs(report["observables"]["norm"][-1] - expected) < 1e-12
 
 
+def test_tables_as_other_programs_write_them(tmp_path):
+    from cumulant.cli.simulate import read_points
+
+    path = tmp_path / "points.csv"
+    for text, rows in (
+        ("\ufeff1,2\n3,4\n5,6\n", 3),  # with a byte order mark
+        ("x,y\n\n1,2\n3,4\n", 2),
+        ("# a comment\n1 2 # and another\n3 4\n", 2),
+        ("1\n2\n3\n", 3),
+    ):
+        path.write_text(text, encoding="utf-8")
+        assert len(read_points(str(path), None, 3, 0)) == rows
+
+
+def test_an_orthonormal_start_has_as_many_points_as_fit():
+    from cumulant.cli.simulate import read_points
+
+    assert read_points("orthonormal", None, 5, 0).shape == (5, 5)
+
+
 def test_simulate_reports_blow_up():
     out = run(
         "simulate", "gaussian", "--contraction", "none", "--step-size", "5", "--steps", "2000"
@@ -125,9 +153,16 @@ def test_simulate_bad_input(tmp_path, monkeypatch, capsys):
     bad.write_text("1,2\n3,four\n")
     holes = tmp_path / "holes.csv"
     holes.write_text("1,2\n3,nan\n")
+    short = tmp_path / "short.csv"
+    short.write_text("1,,2\n3,4,5\n")
+    (tmp_path / "folder.npz").mkdir()
     for arguments in (
         ["nowhere.csv"],
         [str(bad)],
+        [str(short)],
+        ["--seed", "99999999999999999999999"],
+        ["--cluster-distance", "-1"],
+        ["-o", str(tmp_path / "folder.npz")],
         [str(holes)],
         ["--beta", "-1"],
         ["--contraction", "box"],

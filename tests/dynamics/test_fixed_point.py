@@ -147,7 +147,11 @@ def test_rows_stop_separately():
         (lambda x: x * x + 1, "diverging"),
         (lambda x: x + 1, "stalled"),
         (lambda x: 0.9999 * x + 0.1, "unfinished"),
-        (lambda x: x * float("nan"), "diverging"),
+        (lambda x: 1.01 * x + 1, "diverging"),
+        (lambda x: x * float("nan"), "not_finite"),
+        (lambda x: (x - 5).sqrt(), "not_finite"),
+        (lambda x: 0.9999 * torch.stack([-x[1], x[0]]) + 1, "unfinished"),
+        (lambda x: 3.9 * x * (1 - x / 3), "stalled"),  # the logistic map, chaotic
     ],
 )
 def test_failures_are_diagnosed(f, word):
@@ -263,7 +267,7 @@ def test_self_attention_with_a_contraction_has_implicit_gradients():
         ({"tol": -1.0}, "tol must be"),
         ({"max_steps": 0}, "max_steps must be"),
         ({"batch_dims": 3}, "batch_dims must lie"),
-        ({"damping": 0.0}, "damping must lie"),
+        ({"damping": 0.0}, "damping must be"),
     ],
 )
 def test_bad_options(how, message):

@@ -78,7 +78,7 @@ def test_flow_refuses_to_lose_a_gradient():
         D.flow(X.clone().requires_grad_(), [1.0])
     with torch.no_grad():
         D.flow(X.clone().requires_grad_(), [0.1])
-    with pytest.raises(cm.InputError, match="must be positive"):
+    with pytest.raises(cm.InputError, match="rtol must be"):
         D.flow(X, [1.0], rtol=0.0)
 
 
@@ -123,7 +123,8 @@ def test_starts():
         (("star", 3, 2), "the names are"),
         (("ring", 3, 1), "dimension 2"),
         (("orthonormal", 3, 2), "at most d = 2"),
-        (("sphere", 0, 2), "at least 1"),
+        (("sphere", 0, 2), "whole number from 1"),
+        (("sphere", 2.5, 2), "whole number"),
     ):
         with pytest.raises(cm.InputError, match=message):
             D.start(*how)

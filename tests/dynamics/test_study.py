@@ -21,9 +21,12 @@ def test_what_the_page_says(tmp_path):
     assert found.counts[0]["clusters"][-1] < found.counts[1]["clusters"][-1]
     law, particles = found.followed
     early = [k for k, t in enumerate(particles["times"]) if t <= 0.5]
+    exact = lambda t: 1 / (4 - 2 * t)
     for k in early:
-        assert abs(particles["variance"][k] / law["variance"][k] - 1) < 0.05
-    assert particles["variance"][len(law["times"]) - 1] < 0.75 * law["variance"][-1]
+        assert abs(particles["variance"][k] / exact(particles["times"][k]) - 1) < 0.05
+    late = max(k for k, t in enumerate(particles["times"]) if t < 2)
+    assert particles["variance"][late] < 0.75 * exact(particles["times"][late])
+    assert abs(law["variance"][-1] / exact(law["times"][-1]) - 1) < 1e-4
     assert len(said) > 10
     for path in draw(found, tmp_path):
         with Image.open(path) as image:

@@ -146,7 +146,7 @@ def test_the_noiseless_update_is_attention():
         (lambda h, m: D.alternate(h, m[:, :1], 3), "means must have shape"),
         (lambda h, m: D.alternate(h, m + 100, 3), "outside the convex hull"),
         (lambda h, m: D.alternate(h, m, 3, log_prior=torch.zeros(2)), "log_prior must have"),
-        (lambda h, m: D.block_gibbs(m, 3, beta=0.0), "beta must be positive"),
+        (lambda h, m: D.block_gibbs(m, 3, beta=0.0), "beta must be finite and above 0"),
         (lambda h, m: D.block_gibbs(m, 3, start=torch.zeros(2, 5)), "start must have shape"),
         (lambda h, m: D.stationary(torch.ones(2, 2)), "rows sum to 1"),
     ],

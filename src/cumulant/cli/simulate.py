@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +18,13 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.cli.progress import progress_bar
+from cumulant.dynamics.checks import real
 from cumulant.dynamics.starts import STARTS
 from cumulant.errors import InputError
 
-CONTRACTIONS = {
+Start = Tensor | dynamics.Trajectory
+
+CONTRACTIONS: dict[str, dynamics.Contraction | None] = {
     "none": None,
     "sphere": dynamics.Sphere(),
     "layernorm": dynamics.LayerNorm(),
@@ -28,11 +33,12 @@ CONTRACTIONS = {
 }
 
 
-def read_points(source: str, points: int, dimension: int, seed: int) -> Tensor:
-    """A named start, or points from a file: csv, txt, npy, npz (a saved trajectory goes on from
-    its last state)."""
+def read_points(source: str, points: int | None, dimension: int, seed: int) -> Start:
+    """A named start, points from a file (csv, txt, npy, npz), or a saved run that is to go on."""
     if source in STARTS:
-        return dynamics.start(source, points, dimension, seed=seed, dtype=torch.float64)
+        most = dimension if source == "orthonormal" else 200
+        count = most if points is None else points
+        return dynamics.start(source, count, dimension, seed=seed, dtype=torch.float64)
     path = Path(source)
     if not path.exists():
         raise InputError(
@@ -41,16 +47,18 @@ def read_points(source: str, points: int, dimension: int, seed: int) -> Tensor:
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
-                if "states" in file:
-                    return torch.from_numpy(file["states"][-1]).double()
                 names = list(file)
                 array = file[names[0]] if len(names) == 1 else None
+            if "states" in names:
+                return dynamics.Trajectory.load(path)
             if array is None:
                 raise InputError(f"{source} holds {', '.join(names)}; it should hold one array.")
         elif path.suffix == ".npy":
             array = np.load(path, allow_pickle=False)
         else:
             array = _table(path)
+        if np.iscomplexobj(array):
+            raise InputError(f"{source} holds complex numbers; points must be real.")
         out = torch.as_tensor(np.asarray(array, dtype=np.float64))
     except InputError:
         raise
@@ -62,28 +70,44 @@ def read_points(source: str, points: int, dimension: int, seed: int) -> Tensor:
     return out
 
 
-def _table(path: Path) -> Any:
-    """Numbers by rows; a first row of words is a heading."""
-    lines = [x for x in path.read_text().splitlines() if x.strip() and not x.startswith("#")]
-    mark = "," if lines and "," in lines[0] else None
+def _is_number(word: str) -> bool:
     try:
-        [float(x) for x in lines[0].split(mark)] if lines else None
+        float(word)
     except ValueError:
-        lines = lines[1:]
-    if not lines:
+        return False
+    return True
+
+
+def _table(path: Path) -> Any:
+    """Numbers by rows; a first row without any number is a heading."""
+    rows = [x.split("#")[0].strip() for x in path.read_text(encoding="utf-8-sig").splitlines()]
+    rows = [x for x in rows if x]
+    mark = "," if rows and "," in rows[0] else None
+    if rows and not any(_is_number(word) for word in rows[0].split(mark)):
+        rows = rows[1:]
+    if not rows:
         raise InputError(f"{path} holds no numbers.")
-    return np.loadtxt(lines, delimiter=mark, ndmin=2)
+    return np.loadtxt(rows, delimiter=mark, ndmin=2)
 
 
 def _writable(name: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
-        raise InputError(
-            f"--{name}: the file must end in {' or '.join(suffixes)}, not {path.name}."
-        )
+        ends = " or ".join(suffixes)
+        raise InputError(f"--{name}: the file must end in {ends}, not {path.name}.")
     if not path.parent.is_dir():
         raise InputError(f"--{name}: there is no folder {path.parent}; make it first.")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--{name}: cannot write a file at {path}.")
+
+
+def _chosen(name: str, given: Any, start: Start, own: Any) -> Any:
+    """What was asked for; else what a saved run was made with; else the usual."""
+    if given is not None:
+        return given
+    saved = start.settings.get(name) if isinstance(start, dynamics.Trajectory) else None
+    return own if saved is None else saved
 
 
 def simulate(
@@ -94,15 +118,26 @@ def simulate(
             "saved run (npz), which goes on from its last state."
         ),
     ] = "sphere",
-    points: Annotated[int, typer.Option(help="How many points a named start has.")] = 200,
+    points: Annotated[
+        int | None,
+        typer.Option(help="How many points a named start has: 200 if left out; orthonormal: d."),
+    ] = None,
     dimension: Annotated[int, typer.Option(help="And in how many dimensions.")] = 3,
     seed: Annotated[int, typer.Option(help="Of a random start.")] = 0,
-    beta: Annotated[float, typer.Option(help="Inverse temperature; 0 is uniform attention.")] = 1.0,
+    beta: Annotated[
+        float | None,
+        typer.Option(help="Inverse temperature: 1 if left out; 0 is uniform attention."),
+    ] = None,
     contraction: Annotated[
-        str, typer.Option(help=f"What pulls back after each step: {', '.join(CONTRACTIONS)}.")
-    ] = "sphere",
+        str | None,
+        typer.Option(
+            help=f"What pulls back after each step: {', '.join(CONTRACTIONS)}; sphere if left out."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="How many steps.")] = 100,
-    step_size: Annotated[float, typer.Option(help="How far each goes.")] = 0.1,
+    step_size: Annotated[
+        float | None, typer.Option(help="How far each goes: 0.1 if left out.")
+    ] = None,
     time: Annotated[
         float | None,
         typer.Option(help="Continuous time instead: the flow until then, by an adaptive solver."),
@@ -110,6 +145,9 @@ def simulate(
     causal: Annotated[
         bool, typer.Option("--causal", help="Each point sees only those before it, and itself.")
     ] = False,
+    cluster_distance: Annotated[
+        float, typer.Option(help="Points linked by steps no longer than this are one cluster.")
+    ] = 0.1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the run here (npz).")
     ] = None,
@@ -130,9 +168,9 @@ def simulate(
     cumulant simulate sphere --beta 9 --time 12 -p a.png   clusters that last
     cumulant simulate gaussian --contraction none --steps 30
     cumulant simulate points.csv -o run.npz                your own points
-    cumulant simulate run.npz --steps 500                  go on from there
+    cumulant simulate run.npz --steps 500                  go on from there, as it was made
     """
-    if contraction not in CONTRACTIONS:
+    if contraction is not None and contraction not in CONTRACTIONS:
         raise InputError(
             f"--contraction must be one of {', '.join(CONTRACTIONS)}, not {contraction!r}."
         )
@@ -140,6 +178,7 @@ def simulate(
         raise InputError(f"--time must be positive, not {time}.")
     if steps < 1:
         raise InputError(f"--steps must be at least 1, not {steps}.")
+    real("simulate", "--cluster-distance", cluster_distance, least=0.0)
     _writable("output", output, (".npz",))
     _writable("picture", picture, (".png", ".svg", ".pdf"))
     _writable("animation", animation, (".gif", ".html"))
@@ -148,15 +187,20 @@ def simulate(
 
         need_matplotlib()
     x = read_points(start, points, dimension, seed)
-    pull = CONTRACTIONS[contraction]
-    if time is not None and pull is not None:
-        x = pull(x)  # the flow lives on the image of the contraction
+    beta = _chosen("beta", beta, x, 1.0)
+    step_size = float(_chosen("step_size", step_size, x, 0.1))
+    pull = _contraction(contraction, x)
+    causal = bool(_chosen("is_causal", causal or None, x, False))
+    if isinstance(x, dynamics.Trajectory):
+        x = dataclasses.replace(x, states=x.states.double())
+    size = x.final.shape[-2] if isinstance(x, dynamics.Trajectory) else x.shape[-2]
+    begun = float(x.times[-1]) if isinstance(x, dynamics.Trajectory) else 0.0
     with progress_bar() as bar:
         end = time if time is not None else steps * step_size
-        task = bar.add_task(f"{x.shape[-2]} points", total=abs(end) or None)
+        task = bar.add_task(f"{size} points", total=abs(end) or None)
 
         def advance(t: float) -> None:
-            bar.update(task, completed=abs(t))
+            bar.update(task, completed=abs(t - begun))
 
         how: dict[str, Any] = {
             "beta": beta,
@@ -169,7 +213,9 @@ def simulate(
             if time is None:
                 run = dynamics.simulate(x, steps, step_size=step_size, **how)
             else:
-                run = dynamics.flow(x, torch.linspace(0, time, steps + 1), **how)
+                run = dynamics.flow(
+                    x, torch.linspace(0, time, steps + 1, dtype=torch.float64), **how
+                )
         except KeyboardInterrupt:
             kept = f"the run so far is in {output}" if output else "nothing was kept (no --output)"
             typer.echo(f"cumulant: interrupted; {kept}", err=True)
@@ -178,12 +224,24 @@ def simulate(
         run.plot(picture)
     if animation is not None:
         run.animate(animation)
-    _report(run, as_json, [p for p in (output, picture, animation) if p is not None])
+    written = [p for p in (output, picture, animation) if p is not None]
+    _report(run, as_json, written, cluster_distance)
 
 
-def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path]) -> None:
+def _contraction(name: str | None, start: Start) -> dynamics.Contraction | None:
+    """By its name, or as a saved run has it."""
+    if name is None and isinstance(start, dynamics.Trajectory) and start.settings:
+        saved = start.settings.get("contraction")
+        known = {str(c): c for c in CONTRACTIONS.values() if c is not None}
+        if saved is not None and saved not in known:
+            raise InputError(f"the run was made with {saved}; name a --contraction to go on with.")
+        return None if saved is None else known[saved]
+    return CONTRACTIONS[name or "sphere"]
+
+
+def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distance: float) -> None:
     final = run.final.reshape(-1, *run.final.shape[-2:])[0]
-    groups = int(dynamics.clusters(final).count)
+    groups = int(dynamics.clusters(final, distance=distance).count)
     blown = float(run.blow_up_time.min())
     observed = {n: x.reshape(len(x), -1)[:, 0].tolist() for n, x in run.observables.items()}
     if as_json:
@@ -205,7 +263,7 @@ def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path]) -> Non
         table.add_row(f"{float(run.times[k]):.4g}", *(f"{x[k]:.4g}" for x in observed.values()))
     console = Console()
     console.print(table)
-    console.print(f"{groups} cluster{'s' * (groups != 1)} at the end (points within 0.1)")
+    console.print(f"{groups} cluster{'s' * (groups != 1)} at the end (points within {distance:g})")
     if math.isfinite(blown):
         console.print(f"the cloud left the range of its numbers at t = {blown:.4g}")
     for path in written:

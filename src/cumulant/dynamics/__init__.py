@@ -1,6 +1,6 @@
 """Attention as a map on clouds of points: expansion, contraction, fixed points (THEORY T13-T18)."""
 
-from cumulant.dynamics.contraction import LayerNorm, RMSNorm, Sphere, Whiten
+from cumulant.dynamics.contraction import Contraction, LayerNorm, RMSNorm, Sphere, Whiten
 from cumulant.dynamics.expansion import (
     Bounds,
     Expansion,
@@ -34,6 +34,7 @@ __all__ = [
     "BlockGibbs",
     "Bounds",
     "Clusters",
+    "Contraction",
     "Expansion",
     "FixedPoint",
     "GaussianPath",

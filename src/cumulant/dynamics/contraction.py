@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import real
+from cumulant.dynamics.shape import size_of
 from cumulant.errors import InputError
-from cumulant.measures.checks import holds, require
+from cumulant.measures.checks import HALF, holds, require
 
 __all__ = ["Contraction", "LayerNorm", "RMSNorm", "Sphere", "Whiten", "contract"]
 
@@ -32,7 +35,7 @@ class Sphere:
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x / _length(x, "Sphere", "at the origin")
+        return _unit(x, "Sphere", "at the origin")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class RMSNorm:
     gain: Tensor | float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = x / _length(x, "RMSNorm", "at the origin") * x.shape[-1] ** 0.5
+        y = _unit(x, "RMSNorm", "at the origin") * x.shape[-1] ** 0.5
         return _affine("RMSNorm", y, self.gain, None)
 
 
@@ -75,11 +78,15 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[-1] < 2:
             raise InputError("LayerNorm: points need at least two coordinates to have a variance.")
-        y = x - x.mean(-1, keepdim=True)
-        if self.epsilon > 0:
-            y = y / (y.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+        epsilon = real("LayerNorm", "epsilon", self.epsilon, least=0.0)
+        if epsilon > 0:
+            y = x - x.mean(-1, keepdim=True)
+            y = y / (y.square().mean(-1, keepdim=True) + epsilon).sqrt()
         else:
-            y = y / _length(y, "LayerNorm", "with all coordinates equal") * x.shape[-1] ** 0.5
+            z = x / _largest(x)
+            y = z - z.mean(-1, keepdim=True)
+            noise = 4 * torch.finfo(x.dtype).eps
+            y = _unit(y, "LayerNorm", "with all coordinates equal", noise) * x.shape[-1] ** 0.5
         return _affine("LayerNorm", y, self.gain, self.bias)
 
 
@@ -100,8 +107,10 @@ class Whiten:
         n, d = x.shape[-2:]
         if n <= d:
             raise InputError(f"Whiten: a cloud needs more points than dimensions, not {n} <= {d}.")
-        away = x - x.mean(-2, keepdim=True)
-        return away @ inverse_root(away.mT @ away / n)
+        y = (x.float() if x.dtype in HALF else x) / size_of(x)
+        away = y - y.mean(-2, keepdim=True)
+        away = away / size_of(away)
+        return (away @ inverse_root(away.mT @ away / n)).to(x.dtype)
 
 
 def inverse_root(S: Tensor) -> Tensor:
@@ -111,7 +120,9 @@ def inverse_root(S: Tensor) -> Tensor:
     have no derivative where eigenvalues coincide, as they all do after whitening.
     """
     d = S.shape[-1]
+    require(S.isfinite(), lambda: "Whiten: the points are not finite; the cloud has overflowed.")
     size = torch.linalg.matrix_norm(S.detach(), keepdim=True)
+    size = size.where(size > 0, 1.0)
     one = torch.eye(d, dtype=S.dtype, device=S.device)
     tolerance = 8 * d * torch.finfo(S.dtype).eps
     low = torch.linalg.eigvalsh(S.detach() / size)[..., 0]
@@ -135,27 +146,39 @@ def inverse_root(S: Tensor) -> Tensor:
     return inverse / size.sqrt()
 
 
-def _length(x: Tensor, owner: str, where: str) -> Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+def _largest(x: Tensor) -> Tensor:
+    """The largest coordinate of each point: lengths are taken in units of it."""
+    size = x.detach().abs().amax(-1, keepdim=True)
+    return size.where(size > 0, 1.0)
+
+
+def _unit(x: Tensor, owner: str, where: str, noise: float = 0.0) -> Tensor:
+    """x / |x|, without overflow; an error where |x| is no more than noise."""
+    require(x.isfinite(), lambda: f"{owner}: the points are not finite; the cloud has overflowed.")
+    known = x.detach().abs().amax(-1, keepdim=True) > noise
     require(
-        length > 0,
+        known,
         lambda: (
-            f"{owner}: {int((length == 0).sum())} of {length.numel()} points lie {where}, where "
-            "the contraction is undefined; move them a little."
+            f"{owner}: {int((~known).sum())} of {known.numel()} points lie {where}, where the "
+            "contraction is undefined; move them a little."
         ),
     )
-    return length
+    y = x / _largest(x)
+    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
-def _affine(owner: str, y: Tensor, gain: object, bias: object) -> Tensor:
-    for name, x in (("gain", gain), ("bias", bias)):
-        if isinstance(x, Tensor) and x.ndim and x.shape[-1] not in (1, y.shape[-1]):
+def _affine(owner: str, y: Tensor, gain: Any, bias: Any) -> Tensor:
+    for name, given in (("gain", gain), ("bias", bias)):
+        if given is None:
+            continue
+        x = given if isinstance(given, Tensor) else torch.as_tensor(given, dtype=y.dtype)
+        if x.ndim and x.shape[-1] not in (1, y.shape[-1]):
             raise InputError(
                 f"{owner}: {name} must have {y.shape[-1]} entries, one for each coordinate of the "
                 f"points, but has shape {tuple(x.shape)}."
             )
-    y = y if gain is None else y * gain  # pyright: ignore[reportOperatorIssue]
-    return y if bias is None else y + bias  # pyright: ignore[reportOperatorIssue]
+        y = y * x if name == "gain" else y + x
+    return y
 
 
 def contract(contraction: Contraction | None, x: Tensor) -> Tensor:
@@ -170,6 +193,10 @@ def contract(contraction: Contraction | None, x: Tensor) -> Tensor:
         raise InputError(
             f"contraction {contraction} does not fit points of shape {tuple(x.shape)}: {error}"
         ) from error
+    if not isinstance(y, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"contraction {contraction} must return a tensor, but returned {type(y).__name__}."
+        )
     if y.shape != x.shape:
         raise InputError(
             f"contraction {contraction} must keep the shape {tuple(x.shape)} of the points, but "

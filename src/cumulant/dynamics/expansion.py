@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.shape import cloud
+from cumulant.dynamics.checks import levels_of, real, some_points, whole
+from cumulant.dynamics.shape import rows_at_once, size_of
 from cumulant.errors import InputError
+from cumulant.measures.checks import finite, numbers
 
 __all__ = ["Bounds", "Expansion", "Lipschitz", "bounds", "expansion", "local_lipschitz"]
 
@@ -59,27 +61,32 @@ def expansion(
     >>> float(cm.dynamics.expansion(x, cm.dynamics.step(x)).minimum) >= 1
     True
     """
-    x, y = cloud("expansion", before, "before"), cloud("expansion", after, "after")
+    x = some_points("expansion", before, "before")
+    y = some_points("expansion", after, "after")
     if x.shape[:-1] != y.shape[:-1]:
         raise InputError(
             f"expansion: before and after must hold the same points, but have shapes "
             f"{tuple(x.shape)} and {tuple(y.shape)}."
         )
     n = x.shape[-2]
-    if n < 2 or pairs < 1:
-        raise InputError(f"expansion: it takes two points and a pair; N is {n}, pairs {pairs}.")
+    whole("expansion", "pairs", pairs, 1)
+    if n < 2:
+        raise InputError("expansion: it takes two points to have a distance, but N is 1.")
     if n * (n - 1) // 2 <= pairs:
         i, j = torch.triu_indices(n, n, 1)
     else:
         i = torch.randint(n, (pairs,), generator=generator)
         j = (i + torch.randint(1, n, (pairs,), generator=generator)) % n
     i, j = i.to(x.device), j.to(x.device)
-    lengths = [torch.linalg.vector_norm(z[..., i, :] - z[..., j, :], dim=-1) for z in (x, y)]
+    size = size_of(x)  # lengths in units of it do not overflow
+    lengths = [
+        torch.linalg.vector_norm(z[..., i, :] - z[..., j, :], dim=-1) for z in (x / size, y / size)
+    ]
     apart = lengths[0] > 0
     if not bool(apart.any(-1).all()):
         raise InputError("expansion: all points of a cloud coincide, so no distance can grow.")
     ratios = torch.where(apart, lengths[1] / lengths[0].where(apart, 1.0), float("nan"))
-    at = torch.tensor(levels, dtype=ratios.dtype, device=ratios.device)
+    at = levels_of("expansion", levels, ratios)
     return Expansion(ratios, at, ratios.nanquantile(at, -1))
 
 
@@ -114,35 +121,33 @@ def local_lipschitz(
     >>> cm.dynamics.local_lipschitz(lambda x: A @ x, torch.zeros(2)).value
     tensor(3.)
     """
-    if not 0 <= batch_dims <= x.ndim or x.numel() == 0:
+    state = finite("local_lipschitz", "x", numbers("local_lipschitz", x=x)[0]["x"]).detach()
+    if not 0 <= batch_dims <= state.ndim or state.numel() == 0:
         raise InputError(
-            f"local_lipschitz: batch_dims must lie between 0 and {x.ndim} and the state not be "
-            f"empty, but its shape is {tuple(x.shape)} and batch_dims {batch_dims}."
+            f"local_lipschitz: batch_dims must lie between 0 and {state.ndim} and the state not be "
+            f"empty, but its shape is {tuple(state.shape)} and batch_dims {batch_dims}."
         )
-    x = x.detach()
-    batch = x.shape[:batch_dims]
-    own = tuple(range(batch_dims, x.ndim)) or (0,)
+    batch = state.shape[:batch_dims]
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x)
+    v = torch.randn(state.shape, dtype=torch.float64, generator=generator).to(state)
 
     def length(u: Tensor) -> Tensor:
-        flat = u.reshape(*batch, -1)
-        return torch.linalg.vector_norm(flat, dim=-1)
+        return torch.linalg.vector_norm(u.reshape((*batch, -1)), dim=-1)
 
     def unit(u: Tensor) -> Tensor:
-        size = length(u).reshape(*batch, *[1] * len(own if x.ndim > batch_dims else ()))
+        size = length(u).reshape((*batch, *[1] * (state.ndim - batch_dims)))
         return u / size.where(size > 0, 1.0)
 
-    value = x.new_zeros(batch)
-    settled = torch.zeros(batch, dtype=torch.bool, device=x.device)
+    value = state.new_zeros(batch)
+    settled = torch.zeros(batch, dtype=torch.bool, device=state.device)
     with torch.no_grad():
-        pull: Any = cast(Any, torch.func.vjp(f, x))[1]
-        for k in range(1, max_steps + 1):
+        pull: Any = cast(Any, torch.func.vjp(f, state))[1]
+        for k in range(1, whole("local_lipschitz", "max_steps", max_steps, 1) + 1):
             v = unit(v)
-            moved: Tensor = cast(Any, torch.func.jvp(f, (x,), (v,)))[1].detach()
+            moved: Tensor = cast(Any, torch.func.jvp(f, (state,), (v,)))[1].detach()
             new = length(moved)
-            settled = (new - value).abs() <= tol * new
-            value = torch.maximum(value, new)
+            settled = ((new - value).abs() <= tol * new) & new.isfinite()
+            value = torch.where(new.isfinite(), torch.maximum(value, new), float("inf"))
             if bool(settled.all()):
                 return Lipschitz(value, k, settled)
             v = pull(moved)[0].detach()
@@ -173,14 +178,13 @@ def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
     >>> cm.dynamics.bounds(torch.tensor([[1.0], [-1.0]])).pairs
     tensor(2.)
     """
-    points = cloud("bounds", x).detach()
+    points = some_points("bounds", x).detach()
     kind, points = points.dtype, points if points.device.type == "mps" else points.double()
-    if beta < 0:
-        raise InputError(f"bounds: beta must not be negative, but is {beta}.")
-    tau = abs(step_size)
+    beta = real("bounds", "beta", beta, least=0.0)
+    tau = abs(real("bounds", "step_size", step_size))
     n = points.shape[-2]
     farthest = points.new_zeros(points.shape[:-2])
-    for piece in points.split(max(1, 2**22 // n), -2):
+    for piece in points.split(rows_at_once(points), -2):
         gaps = torch.cdist(piece, points, compute_mode="donot_use_mm_for_euclid_dist")
         farthest = torch.maximum(farthest, gaps.amax((-2, -1)))
     radius = torch.linalg.vector_norm(points, dim=-1).amax(-1).square()

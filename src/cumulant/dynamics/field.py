@@ -34,7 +34,9 @@ class Field:
     def __call__(self, x: Tensor) -> Tensor:
         y = x if self.patterns is None else self.patterns
         shape = x.shape
-        if self.patterns is not None and y.ndim == 2 and not self.is_causal:
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        plain = all(W is None or W.ndim == 2 for W in weights)
+        if self.patterns is not None and y.ndim == 2 and plain and not self.is_causal:
             x = x.reshape(-1, shape[-1])  # one set of patterns: all points are queries of it
         elif y.ndim < x.ndim:
             y = y[(None,) * (x.ndim - y.ndim)]
@@ -96,7 +98,7 @@ class Call:
 def _told(x: float | Tensor) -> float | str:
     if isinstance(x, Tensor) and x.numel() > 1:
         return f"tensor {tuple(x.shape)}"
-    return float(x)
+    return float(x.detach() if isinstance(x, Tensor) else x)
 
 
 def _number(owner: str, name: str, given: Any, like: Tensor) -> float | Tensor:
@@ -111,6 +113,8 @@ def _number(owner: str, name: str, given: Any, like: Tensor) -> float | Tensor:
         if not math.isfinite(value):
             raise InputError(f"{owner}: {name} must be finite, not {value}.")
         return value
+    if given.is_complex() or given.dtype == torch.bool:
+        raise InputError(f"{owner}: {name} must be real, but has dtype {given.dtype}.")
     require(given.isfinite(), lambda: f"{owner}: {name} must be finite everywhere.")
     target = (*like.shape[:-1], 1)
     try:
@@ -283,4 +287,13 @@ def step(
         value_weight=value_weight,
         is_causal=is_causal,
     )
-    return call.step(call.x).to(call.dtype)
+    out = call.step(call.x).to(call.dtype)
+    require(
+        out.isfinite(),
+        lambda: (
+            f"step: the points went out of the range of {call.dtype}; they reach "
+            f"{float(call.x.abs().max()):.3g}, beta {_told(call.field.beta)}. Scale them down, or "
+            "use a wider dtype."
+        ),
+    )
+    return out

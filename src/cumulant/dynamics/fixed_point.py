@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
@@ -21,7 +22,7 @@ __all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
 
 Map = Callable[[Tensor], Tensor]
 
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Code(IntEnum):
@@ -32,6 +33,7 @@ class Code(IntEnum):
     CYCLING = 2
     STALLED = 3
     UNFINISHED = 4
+    NOT_FINITE = 5
 
 
 _DIAGNOSIS = {
@@ -49,6 +51,9 @@ _DIAGNOSIS = {
         "float64), or there is no fixed point nearby (try another solver or start)"
     ),
     Code.UNFINISHED: "unfinished: the residual was still falling. Raise max_steps or tol",
+    Code.NOT_FINITE: (
+        "not_finite: f returned NaN or infinity. Look at f there, or start elsewhere"
+    ),
 }
 
 
@@ -80,6 +85,10 @@ class Status:
     @property
     def unfinished(self) -> Tensor:
         return self.code == Code.UNFINISHED
+
+    @property
+    def not_finite(self) -> Tensor:
+        return self.code == Code.NOT_FINITE
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str) and other.upper() in Code.__members__:
@@ -134,12 +143,19 @@ class _Rows:
             raise InputError(f"{call}: the state is empty; its shape is {tuple(x0.shape)}.")
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._f(x.reshape(self.shape).to(self._dtype))
+        y = self._f(x.reshape(self.shape).to(self._dtype).clone())  # f may work in place
         if not isinstance(y, Tensor) or y.shape != self.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(
                 f"{self._call}: f must return a tensor of the shape of its input, "
                 f"{tuple(self.shape)}, but returned {got}."
+            )
+        if y.is_complex():
+            raise InputError(f"{self._call}: f must return real numbers, but returned {y.dtype}.")
+        if cast(Any, torch._C)._functorch.is_batchedtensor(y):
+            raise InputError(
+                f"{self._call} does not work inside torch.func.vmap: its rounds depend on the "
+                "values. Put the problems into leading dimensions and use batch_dims."
             )
         return y.reshape(self.flat).to(x.dtype)
 
@@ -161,6 +177,7 @@ class _Run:
     steps: Tensor
     done: Tensor
     lost: Tensor
+    broken: Tensor
     history: list[Tensor]
 
 
@@ -173,6 +190,7 @@ def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _
         steps=torch.zeros(rows, dtype=torch.long, device=x.device),
         done=torch.zeros(rows, dtype=torch.bool, device=x.device),
         lost=torch.zeros(rows, dtype=torch.bool, device=x.device),
+        broken=torch.zeros(rows, dtype=torch.bool, device=x.device),
         history=[],
     )
     for _ in range(max_steps):
@@ -186,7 +204,10 @@ def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _
         run.best = torch.where(better[:, None], run.x, run.best)
         run.residual = torch.where(better, size, run.residual)
         run.done |= active & (size <= tol)
-        run.lost |= active & (size > 1e8 * (run.history[0] + 1))
+        far = active & (size > 1e8 * (run.history[0] + 1))
+        grown = run.x.abs().amax(-1) > 1e6 * (1 + x.abs().amax(-1))
+        run.broken |= active & size.isinf() & ~grown
+        run.lost |= far | (active & size.isinf())
         active = ~(run.done | run.lost)
         if not bool(active.any()):
             break
@@ -198,23 +219,28 @@ def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _
 
 
 def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
-    """A code for each row. Cycles show by eight more rounds of the plain map."""
+    """A code for each row. Of those that did not end, eight more rounds of the plain map show
+    whether they come nearer, go away, or go round."""
     code = torch.where(run.lost, int(Code.DIVERGING), int(Code.CONVERGED))
+    code = torch.where(run.broken, int(Code.NOT_FINITE), code)
     left = ~(run.done | run.lost)
     if not bool(left.any()):
         return code
-    history = torch.stack(run.history)
-    recent = history[len(history) // 2 :]
-    falling = (recent[-1] < 0.9 * recent[0]) | ((recent.diff(dim=0) < 0).all(0) & (len(recent) > 4))
-    growing = recent[-1] > 1e3 * run.residual
-    outcome = torch.where(falling, int(Code.UNFINISHED), int(Code.STALLED))
-    outcome = torch.where(growing, int(Code.DIVERGING), outcome)
-    x, first = run.x, None
-    for _ in range(8):
-        x = x + damping * (f(x) - x)
-        moved = (x - run.x).abs().amax(-1)
-        first = moved if first is None else first
-        outcome = torch.where((moved < 1e-3 * first) & ~falling, int(Code.CYCLING), outcome)
+    x, sizes, moved = run.x, list[Tensor](), list[Tensor]()
+    for _ in range(9):
+        g = f(x) - x
+        sizes.append(torch.linalg.vector_norm(g, dim=-1))
+        x = x + damping * g
+        moved.append((x - run.x).abs().amax(-1))
+    change = torch.stack(sizes).diff(dim=0) / sizes[0]
+    total = (sizes[-1] - sizes[0]) / sizes[0]
+    noise = 200 * torch.finfo(x.dtype).eps * (1 + run.best.abs().amax(-1))
+    around = (torch.stack(moved[1:]) < 1e-3 * moved[0]).any(0)
+    outcome = torch.where(around, int(Code.CYCLING), int(Code.STALLED))
+    falling, rising = (change < 0).all(0) & (total < -1e-6), (change > 0).all(0) & (total > 1e-6)
+    outcome = torch.where(falling, int(Code.UNFINISHED), outcome)
+    outcome = torch.where(rising | ~total.isfinite(), int(Code.DIVERGING), outcome)
+    outcome = torch.where(run.residual <= noise, int(Code.STALLED), outcome)
     return torch.where(left, outcome, code)
 
 
@@ -239,8 +265,8 @@ def fixed_point(
         f: keeps the shape; may close over tensors that require gradients.
         x0: the start.
         solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
-        tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.01 and
-            0.05 in half precision (float16, bfloat16).
+        tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.002 and
+            0.01 in half precision (float16, bfloat16).
         max_steps: evaluations of f at most.
         batch_dims: so many leading dimensions are separate problems, which f treats independently
             and which stop separately.
@@ -267,15 +293,9 @@ def fixed_point(
             f"fixed_point: solver must be one of {', '.join(SOLVERS)}, not {solver!r}."
         )
     start, kind = _state("fixed_point", x0)
-    tol = _TOLERANCE[kind] if tol is None else float(tol)
-    if not (tol >= 0 and math.isfinite(tol)):
-        raise InputError(f"fixed_point: tol must be finite and not negative, not {tol}.")
-    if not isinstance(max_steps, int) or max_steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(
-            f"fixed_point: max_steps must be a whole number from 1 on, not {max_steps}."
-        )
-    if not 0 < damping <= 1:
-        raise InputError(f"fixed_point: damping must lie in (0, 1], not {damping}.")
+    tol = _TOLERANCE[kind] if tol is None else real("fixed_point", "tol", tol, least=0.0)
+    whole("fixed_point", "max_steps", max_steps, 1)
+    damping = real("fixed_point", "damping", damping, least=0.0, most=1.0, open_at_least=True)
     rows = _Rows("fixed_point", f, start, batch_dims, kind)
     with torch.no_grad():
         quiet = _quiet(rows)
@@ -337,9 +357,11 @@ def spectral_radius(
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows.flat, dtype=torch.float64, generator=generator).to(flat)
 
+    whole("spectral_radius", "max_dimension", max_dimension, 1)
+
     def product(v: Tensor) -> Tensor:
         moved: Any = torch.func.jvp(rows, (flat,), (v,))
-        return moved[1].detach()
+        return finite("spectral_radius", "the Jacobian", moved[1].detach())
 
     with torch.no_grad():
         found = leading_eigenvalue(product, start, tol=tol, limit=max_dimension)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.simulate import ascending
 from cumulant.errors import InputError
@@ -26,9 +27,10 @@ class GaussianPath:
         times: ``(T,)``; those after the last blow-up are left out.
         mean: ``(T, *batch, d)``; inf in a member of the batch that has blown up.
         covariance: ``(T, *batch, d, d)``, likewise.
-        blow_up_time: ``(*batch,)``, when the covariance becomes infinite; inf if it never does, or,
-            where it had to be integrated (values that are not the identity), not within ten times
-            the last time asked for or the soonest possible.
+        blow_up_time: ``(*batch,)``, when the covariance becomes infinite, or leaves the range of
+            double precision; inf if it never does, or, where it had to be integrated (values that
+            are not the identity), not within ten times the last time asked for or the soonest
+            possible. There the mean may leave that range first, and counts too.
     """
 
     times: Tensor
@@ -74,12 +76,12 @@ def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: An
     kind = torch.get_default_dtype() if weak else got["mean"].dtype
     got = {n: finite(owner, n, x).double() for n, x in got.items()}
     m, spread = got["mean"], got["covariance"]
-    if m.ndim < 1 or spread.ndim < 2 or not m.shape[-1] == spread.shape[-1] == spread.shape[-2]:
+    d = m.shape[-1] if m.ndim else 0
+    if d == 0 or spread.ndim < 2 or spread.shape[-2:] != (d, d):
         raise InputError(
-            f"{owner}: mean (*batch, d) and covariance (*batch, d, d) must agree, but are "
-            f"{tuple(m.shape)} and {tuple(spread.shape)}."
+            f"{owner}: mean (*batch, d) and covariance (*batch, d, d) must agree, d at least 1, "
+            f"but are {tuple(m.shape)} and {tuple(spread.shape)}."
         )
-    d = m.shape[-1]
     slack = 1e-6 * spread.abs().amax((-2, -1), keepdim=True)
     require(
         (spread - spread.mT).abs() <= slack,
@@ -118,8 +120,8 @@ def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: An
 
 def _path(law: _Law, moments: list[tuple[float, Tensor, Tensor]], blow_up: Tensor) -> GaussianPath:
     """Gather; what has blown up is inf, and times at which nothing is left are dropped."""
-    last = float(blow_up.max()) if blow_up.numel() else math.inf
-    kept = [m for m in moments if m[0] < last]
+    last = float(blow_up.abs().max()) if blow_up.numel() else math.inf
+    kept = [m for m in moments if abs(m[0]) < last]
     times = torch.tensor([t for t, _, _ in kept], dtype=torch.float64)
     d = law.mean.shape[-1]
     batch = law.mean.shape[:-1]
@@ -127,7 +129,7 @@ def _path(law: _Law, moments: list[tuple[float, Tensor, Tensor]], blow_up: Tenso
     if kept:
         mean = torch.stack([m for _, m, _ in kept])
         covariance = torch.stack([S for _, _, S in kept])
-    gone = times.reshape(-1, *[1] * blow_up.ndim).to(blow_up.device) >= blow_up
+    gone = times.abs().reshape(-1, *[1] * blow_up.ndim).to(blow_up.device) >= blow_up.abs()
     mean = mean.masked_fill(gone[..., None], math.inf)
     covariance = covariance.masked_fill(gone[..., None, None], math.inf)
     return GaussianPath(times, mean.to(law.dtype), covariance.to(law.dtype), blow_up)
@@ -166,10 +168,8 @@ def gaussian_map(
     tensor([  1.,   4., 100.])
     """
     law = _check("gaussian_map", mean, covariance, scores, values)
-    if not isinstance(steps, int) or steps < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"gaussian_map: steps must be a whole number from 0 on, not {steps}.")
-    if not math.isfinite(step_size):
-        raise InputError(f"gaussian_map: step_size must be finite, not {step_size}.")
+    whole("gaussian_map", "steps", steps, 0)
+    step_size = real("gaussian_map", "step_size", step_size)
     m, spread = law.mean, law.covariance
     one = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     blow_up = torch.full(m.shape[:-1], math.inf, dtype=torch.float64, device=m.device)
@@ -200,7 +200,7 @@ def gaussian_flow(
     For V = I the covariance is S0^(1/2) (I - t S0^(1/2) (A + A') S0^(1/2))^(-1) S0^(1/2), which
     becomes infinite at t* = 1 / lambda_max(S0^(1/2) (A + A') S0^(1/2)) if that is positive (T17);
     for A = A' the mean is e^t (I - t S0 (A + A'))^(-1/2) m0. Otherwise it is integrated, and t* is
-    extrapolated from where the covariance has grown 1e8-fold, since it grows like 1 / (t* - t).
+    where the solver's steps vanish.
 
     N points follow this only while beta^2 x' S x is well below 2 log N: they cannot outrun their
     largest member, and never blow up in finite time.
@@ -222,6 +222,12 @@ def gaussian_flow(
     (tensor([1., 2., 5.]), tensor(0.5000, dtype=torch.float64))
     """
     law = _check("gaussian_flow", mean, covariance, scores, values)
+    given = (law.mean, law.covariance, law.A, law.V)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise InputError(
+            "gaussian_flow: there is no derivative here, but an input requires one. Use "
+            "gaussian_map with a small step_size, which has, or pass detached tensors."
+        )
     wanted = ascending("gaussian_flow", times)
     one = torch.eye(law.mean.shape[-1], dtype=torch.float64, device=law.mean.device)
     if not torch.equal(law.V, one.expand_as(law.V)):
@@ -231,7 +237,7 @@ def gaussian_flow(
     if torch.equal(law.A, law.A.mT):
         means = [closed.mean(t) for t in alive]
     else:
-        means = list(_driven_means(law, closed, alive))
+        means = _driven_means(law, alive)
     moments = list(zip(alive, means, map(closed.covariance, alive), strict=True))
     return _path(law, moments, closed.blow_up_time)
 
@@ -266,35 +272,70 @@ class _Closed:
         root = self._left(t).sqrt()
         g = t / (root * (1 + root))
         along = _apply(self.LQ.mT @ self.S, self.start)
-        return math.exp(t) * (self.start + _apply(self.LQ, g * along))
+        slow = self.start + _apply(self.LQ, g * along)
+        return (torch.exp(slow.new_tensor(t)) * slow).nan_to_num(0.0, math.inf, -math.inf)
 
 
-def _driven_means(law: _Law, closed: _Closed, times: list[float]) -> Iterator[Tensor]:
-    """m' = (I + S(t) A) m for a score matrix that is not symmetric."""
-    if not times:
+def _driven_means(law: _Law, times: list[float]) -> list[Tensor]:
+    """m' = (I + S(t) A) m for a score matrix that is not symmetric, one member after another."""
+    d = law.mean.shape[-1]
+    out = law.mean.new_full((len(times), *law.mean.shape), math.inf)
+    flat = out.reshape(len(times), -1, d)
+    tensors = zip(
+        law.mean.reshape(-1, d),
+        *(x.reshape(-1, d, d) for x in (law.covariance, law.A, law.V)),
+        strict=True,
+    )
+    for i, member in enumerate(tensors):
+        alone = _Law(member[0], member[1], member[2], member[3], law.dtype)
+        for k, mean in enumerate(_driven_mean(alone, times)):
+            flat[k, i] = mean
+    return list(out)
+
+
+def _driven_mean(law: _Law, times: list[float]) -> Iterator[Tensor]:
+    """One mean, at the times before its blow-up.
+
+    Time is stretched towards it, t = t* (1 - e^(-s)): the mean grows like a power of t* - t, and
+    1 - t rate keeps its digits as (1 - rate / top) + (rate / top) e^(-s).
+    """
+    closed = _Closed(law)
+    end = float(closed.blow_up_time)
+    mine = [t for t in times if t < end]
+    share = closed.rates / closed.rates[-1] if math.isfinite(end) else closed.rates
+    rest = (closed.rates[-1] - closed.rates) / closed.rates[-1]
+
+    def velocity(s: float, m: Tensor) -> Tensor:
+        pace, left = 1.0, 1 - s * closed.rates
+        if math.isfinite(end):
+            pace, left = end * math.exp(-s), rest + share * math.exp(-s)
+        along = closed.LQ.mT @ (law.A @ m)
+        return pace * (m + closed.LQ @ (along / left))
+
+    clock = [-math.log1p(-t / end) for t in mine] if math.isfinite(end) else mine
+    if not mine:
         return
-
-    def velocity(t: float, m: Tensor) -> Tensor:
-        return m + _apply(closed.covariance(t) @ law.A, m)
-
     outputs = integrate(
         velocity,
         law.mean,
-        torch.tensor(times, dtype=torch.float64),
+        torch.tensor(clock, dtype=torch.float64),
         size=lambda m: m.abs().amax(-1),
-        limit=math.inf,
-        rtol=1e-11,
+        limit=1e290,
+        rtol=1e-10,
         atol=1e-300,
     )
     for out in outputs:
+        if bool(out.escaped.isfinite()):
+            return
         yield out.state
 
 
-_GROWTH = 1e8
-
-
 def _integrated(law: _Law, times: Tensor) -> GaussianPath:
-    """Any V: the pair (m, S) as one matrix [m | S], followed until it has grown 1e8-fold."""
+    """Any V: the pair (m, S) as one matrix [m | S].
+
+    At a singularity the solver's steps fall below the spacing of numbers, which is how it is told
+    from mere exponential growth; S grows like 1 / (t* - t), so what is left is S / S'.
+    """
 
     def split(y: Tensor) -> tuple[Tensor, Tensor]:
         return y[..., 0], y[..., 1:]
@@ -306,20 +347,23 @@ def _integrated(law: _Law, times: Tensor) -> GaussianPath:
         return torch.cat([slope[..., None], drift + drift.mT], -1)
 
     def size(y: Tensor) -> Tensor:
-        return split(y)[1].abs().amax((-2, -1))
+        m, S = split(y)
+        return torch.maximum(S.abs().amax((-2, -1)), m.abs().amax(-1).sqrt())
 
     start = torch.cat([law.mean[..., None], law.covariance], -1)
-    limit = _GROWTH * size(start).clamp_min(torch.finfo(torch.float64).tiny)
+    limit = 1e140  # squares of it are still numbers
     moments: list[tuple[float, Tensor, Tensor]] = []
-    blow_up = torch.full(limit.shape, math.inf, dtype=torch.float64, device=limit.device)
+    blow_up = torch.full(law.mean.shape[:-1], math.inf, dtype=torch.float64, device=start.device)
     beyond = torch.cat([times, 10 * times[-1:].clamp_min(_soonest(law))])  # the last for t* alone
-    outputs = integrate(velocity, start, beyond, size=size, limit=limit, rtol=1e-11, atol=1e-14)
+    outputs = integrate(velocity, start, beyond, size=size, limit=limit, rtol=1e-10, atol=1e-14)
     for out in outputs:
         m, S = split(out.state)
         fresh = out.escaped.to(blow_up.device).isfinite() & blow_up.isinf()
         if bool(fresh.any()):
-            rate = size(velocity(0.0, out.state)) / size(out.state)
-            blow_up = torch.where(fresh, out.escaped.to(blow_up.device) + 1 / rate, blow_up)
+            found = out.escaped.to(blow_up.device)
+            pace = split(velocity(0.0, out.state))[1].abs().amax((-2, -1))
+            left = S.abs().amax((-2, -1)) / pace
+            blow_up = torch.where(fresh, found + left.where(left < 1e-3 * found, 0.0), blow_up)
         moments.append((out.time, m, (S + S.mT) / 2))
     asked = set(times.tolist())
     return _path(law, [x for x in moments if x[0] in asked], blow_up)

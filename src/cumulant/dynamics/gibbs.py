@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.shape import cloud
+from cumulant.dynamics.checks import cloud, real, whole
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers
 from cumulant.measures.gaussian import inverse
@@ -48,6 +48,11 @@ class Alternation:
 def _linear(measure: Measure) -> tuple[Tensor, Tensor]:
     """The link of the Gaussian with the measure's own moments: eta = S^(-1) (mu - m) (T29)."""
     mean, covariance = measure.moments()
+    if int(torch.linalg.inv_ex(covariance.detach()).info.max()) != 0:
+        raise InputError(
+            "alternate: the linear link needs a measure that fills its space, but its covariance "
+            "is singular."
+        )
     return mean, inverse(covariance)
 
 
@@ -116,20 +121,27 @@ def stationary(transition: Tensor) -> Tensor:
     >>> cm.dynamics.stationary(torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
     tensor([0.7500, 0.2500])
     """
-    T = finite(
-        "stationary", "transition", numbers("stationary", transition=transition)[0]["transition"]
-    )
-    rows = T.ndim == 2 and T.shape[0] == T.shape[1]
-    if not rows or bool((T < 0).any()) or bool(((T.sum(-1) - 1).abs() > 1e-4).any()):
+    got = numbers("stationary", transition=transition)[0]["transition"]
+    T = finite("stationary", "transition", got)
+    square = T.ndim == 2 and T.shape[0] == T.shape[1] and len(T) > 0
+    if not square or bool((T < 0).any()) or bool(((T.sum(-1) - 1).abs() > 1e-4).any()):
         raise InputError("stationary: transition must be square, not negative, its rows sum to 1.")
-    wide = T.double()
-    n = len(T)
-    # pi (T - I) = 0 with one equation replaced by sum(pi) = 1.
-    system = (wide.mT - torch.eye(n, dtype=wide.dtype, device=T.device)).clone()
-    system[-1] = 1.0
-    target = torch.zeros(n, dtype=wide.dtype, device=T.device)
-    target[-1] = 1.0
-    return torch.linalg.solve(system, target).clamp_min(0.0).to(T.dtype)
+    # Grassmann, Taksar and Heyman's elimination: no subtractions, so no digits are lost even where
+    # the chain falls almost apart.
+    P = T.detach().double().clone()
+    for k in range(len(P) - 1, 0, -1):
+        leaving = P[k, :k].sum()
+        if not bool(leaving > 0):
+            raise InputError(
+                "stationary: the chain falls into parts that never meet, so that it has no single "
+                "stationary law."
+            )
+        P[:k, k] /= leaving
+        P[:k, :k] += P[:k, k, None] * P[k, None, :k]
+    law = torch.ones(len(P), dtype=P.dtype, device=P.device)
+    for k in range(1, len(P)):
+        law[k] = law[:k] @ P[:k, k]
+    return (law / law.sum()).to(T.dtype)
 
 
 def alternate(
@@ -171,8 +183,7 @@ def alternate(
     means, log_prior = _check("alternate", measure, means, log_prior)
     if link not in LINKS:
         raise InputError(f"alternate: link must be one of {', '.join(LINKS)}, not {link!r}.")
-    if not isinstance(steps, int) or steps < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"alternate: steps must be a whole number from 0 on, not {steps}.")
+    whole("alternate", "steps", steps, 0)
     fixed = natural(measure, means, "exact") if link == "exact" else None
     pool = means
     path, heights, drawn = [means], list[Tensor](), list[Tensor]()
@@ -246,13 +257,9 @@ def block_gibbs(
     x = cloud("block_gibbs", patterns, "patterns")
     if x.ndim != 2:
         raise InputError(f"block_gibbs: patterns must have shape (N, d), not {tuple(x.shape)}.")
-    if not (beta > 0 and math.isfinite(beta)):
-        raise InputError(f"block_gibbs: beta must be positive and finite, not {beta}.")
-    for name, value, least in (("steps", steps, 0), ("chains", chains, 1)):
-        if not isinstance(value, int) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(
-                f"block_gibbs: {name} must be a whole number from {least} on, not {value}."
-            )
+    beta = real("block_gibbs", "beta", beta, least=0.0, open_at_least=True)
+    whole("block_gibbs", "steps", steps, 0)
+    whole("block_gibbs", "chains", chains, 1)
     if start is None:
         s = torch.randn(chains, x.shape[-1], dtype=x.dtype, device=x.device, generator=generator)
     else:
@@ -263,7 +270,12 @@ def block_gibbs(
             )
     path, drawn = [s], list[Tensor]()
     for _ in range(steps):
-        i = torch.multinomial((beta * path[-1] @ x.mT).softmax(-1), 1, generator=generator)[:, 0]
+        weights = (beta * path[-1] @ x.mT).softmax(-1)
+        if not bool(weights.isfinite().all()):
+            raise InputError(
+                "block_gibbs: scores went out of range; scale patterns, start or beta down."
+            )
+        i = torch.multinomial(weights, 1, generator=generator)[:, 0]
         noise = torch.randn(s.shape, dtype=s.dtype, device=s.device, generator=generator)
         path.append(x[i] + noise / math.sqrt(beta))
         drawn.append(i)

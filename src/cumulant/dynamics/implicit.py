@@ -21,11 +21,17 @@ from torch.autograd import forward_ad
 from cumulant.dynamics.krylov import gmres
 from cumulant.errors import ConvergenceError, InputError
 from cumulant.measures.calculus import jacobian
+from cumulant.measures.checks import holds
 from cumulant.measures.newton import on_tape
 
 __all__ = ["attach"]
 
 ORDERS = 3
+
+_SINGULAR = (
+    "derivative of a fixed point: the linear system (I - J) u = g was not solved. {}: J has an "
+    "eigenvalue close to 1, so the fixed point is not isolated, or the iteration had not converged."
+)
 
 
 class _Resolvent:
@@ -33,13 +39,18 @@ class _Resolvent:
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, strict: bool) -> None:
         self._f, self._x, self._strict = f, x, strict
-        self._largest = 0.0
+        self._pass = -1
+        self._largest = x.new_zeros(len(x))
 
     def _moved(self, v: Tensor) -> Tensor:
         return cast(Any, torch.func.jvp(self._f, (self._x,), (v,)))[1]
 
     def solve(self, b: Tensor, transposed: bool) -> Tensor:
-        """M b or M' b. What is negligible beside the largest b so far counts as zero."""
+        """M b or M' b, row by row.
+
+        What is negligible beside the largest b of the same backward pass counts as solved: the last
+        of the chord steps leaves next to nothing to those before it.
+        """
         with torch.no_grad():
             b = b.detach()
             pull: Any = None
@@ -50,20 +61,19 @@ class _Resolvent:
                 return (v - (pull(v)[0] if transposed else self._moved(v))).detach()
 
             sizes = torch.linalg.vector_norm(b, dim=-1)
-            self._largest = max(self._largest, float(sizes.max()))
-            precision = 100 * torch.finfo(b.dtype).eps
-            goal = torch.full_like(sizes, precision * self._largest)
+            current = cast(Any, torch._C)._current_graph_task_id()
+            same = current == self._pass and current >= 0
+            self._pass = current
+            self._largest = torch.maximum(self._largest, sizes) if same else sizes
+            goal = 100 * torch.finfo(b.dtype).eps * self._largest
             found = gmres(operator, b, goal)
-            if bool((found.residual > 1e4 * goal).any()):
-                self._complain(float((found.residual / sizes).max()))
+            lost = found.residual > 1e4 * goal
+            if bool(lost.any()):
+                self._complain(float((found.residual / sizes)[lost].max()))
             return found.value
 
     def _complain(self, left: float) -> None:
-        text = (
-            "derivative of a fixed point: the linear system (I - J) u = g was not solved, "
-            f"{left:.2g} of g is left. J has an eigenvalue close to 1: the fixed point is not "
-            "isolated, or the iteration had not converged."
-        )
+        text = _SINGULAR.format(f"{left:.2g} of g is left")
         if self._strict:
             raise ConvergenceError(text)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -160,6 +170,9 @@ def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tenso
         )
     J = jacobian(f, x).mT
     one = torch.eye(n, dtype=x.dtype, device=x.device)
+    singular = torch.linalg.inv_ex((one - J).detach()).info != 0
+    if holds(~singular) is False:
+        raise ConvergenceError(_SINGULAR.format("It is singular"))
     M = torch.linalg.inv(one - J).detach()
 
     def correct(r: Tensor) -> Tensor:

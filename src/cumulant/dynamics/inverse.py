@@ -55,16 +55,16 @@ def inverse(
             "inverse: beta and step_size must be plain numbers, step_size not negative: a step "
             "down the gradient need not be invertible."
         )
-    y0 = call.x if fixed is None else fixed
-    bend = tau * b * float(y0.detach().square().sum(-1).amax())
-    if bend <= torch.finfo(call.x.dtype).eps:  # attention is constant to working precision
-        return (call.x - tau * call.field(call.x)).to(call.dtype)
+    if tau == 0.0 or call.x.numel() == 0:
+        return call.x.to(call.dtype)
+    eps = torch.finfo(call.x.dtype).eps
     if fixed is None:
         # A point that sees mostly itself moves by tau x: hence the start, and the damping.
         found = fixed_point(
             lambda x: call.x - tau * call.field(x),
             call.x / (1 + tau),
             damping=1 / (1 + tau),
+            tol=max(100 * eps * float(call.x.abs().max()), torch.finfo(call.x.dtype).tiny),
             throw=False,
         )
         if not bool(found.status.converged):
@@ -74,6 +74,9 @@ def inverse(
                 found,
             )
         return found.value.to(call.dtype)
+    if tau * b * float(fixed.detach().square().sum(-1).amax()) <= eps:
+        # attention is constant to working precision
+        return (call.x - tau * call.field(call.x)).to(call.dtype)
     one = torch.eye(call.x.shape[-1], dtype=call.x.dtype, device=call.x.device)
     lifted = GaussianMixture(b * fixed, b / tau * one, covariance_type="shared")
     found = lifted.link(b / tau * call.x, throw=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from importlib import import_module
@@ -38,12 +39,18 @@ class _View:
 
     def __init__(self, run: Trajectory) -> None:
         x = run.states.detach().cpu().double()
+        if x.numel() == 0:
+            raise InputError(f"plot: there is nothing to draw in states {tuple(x.shape)}.")
         x = x.reshape(len(x), -1, *x.shape[-2:])[:, 0]
         if x.shape[1] > _MOST_POINTS:
             chosen = torch.linspace(0, x.shape[1] - 1, _MOST_POINTS).long()
             x = x[:, chosen]
         self.labels = ["$x_1$", "$x_2$", "$x_3$"][: x.shape[-1]]
         self.note = ""
+        largest = float(x.abs().max())
+        if largest > 1e100:  # differences of such numbers overflow
+            unit = 10.0 ** math.floor(math.log10(largest))
+            x, self.note = x / unit, f"in units of {unit:.0e}"
         if x.shape[-1] > 3:
             pooled = x.reshape(-1, x.shape[-1])
             pooled = pooled / pooled.abs().max().clamp_min(1e-300)
@@ -52,7 +59,8 @@ class _View:
             share = float(values[-2:].sum() / values.sum().clamp_min(1e-300))
             x = x @ vectors[:, [-1, -2]]
             self.labels = ["first axis", "second axis"]
-            self.note = f"two principal axes of all states, {share:.0%} of the variance"
+            axes = f"two principal axes of all states, {share:.0%} of the variance"
+            self.note = "; ".join(filter(None, [axes, self.note]))
         self.points = x.numpy()
         self.times = run.times.tolist()
         self.dimension = self.points.shape[-1]
@@ -227,9 +235,12 @@ def animate(run: Trajectory, path: Path, frames: int, fps: int) -> Path:
 
         animation = import_module("matplotlib.animation")
         film = animation.FuncAnimation(figure, show, frames=chosen, interval=1000 / fps)
-        if path.suffix.lower() == ".gif":
-            film.save(path, writer=animation.PillowWriter(fps=fps), dpi=90)
-        else:
-            page = film.to_jshtml(fps=fps, default_mode="loop")
-            path.write_text(f"<!doctype html><meta charset=utf-8><title>Cumulant</title>{page}")
+        try:
+            if path.suffix.lower() == ".gif":
+                film.save(path, writer=animation.PillowWriter(fps=fps), dpi=90)
+            else:
+                page = film.to_jshtml(fps=fps, default_mode="loop")
+                path.write_text(f"<!doctype html><meta charset=utf-8><title>Cumulant</title>{page}")
+        except OSError as error:
+            raise InputError(f"animate: cannot write {path}: {error.strerror}.") from None
     return path

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import cloud, real, some_points
 from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers
 
 __all__ = ["Clusters", "clusters", "entropy", "norm", "participation_ratio", "spread"]
 
 
-def cloud(owner: str, x: Tensor, name: str = "x") -> Tensor:
-    """A finite ensemble of clouds ``(*batch, N, d)``."""
-    got = finite(owner, name, numbers(owner, **{name: x})[0][name])
-    if got.ndim < 2 or 0 in got.shape[-2:]:
-        raise InputError(
-            f"{owner}: {name} must have shape (*batch, N, d), N and d at least 1, but has "
-            f"{tuple(got.shape)}."
-        )
-    return got
-
-
 def norm(x: Tensor) -> Tensor:
     """Root mean square of the points' norms, ``(*batch,)``."""
-    size = _size(x)
-    return (x / size).square().sum(-1).mean(-1).sqrt() * size[..., 0, 0]
-
-
-def _size(x: Tensor) -> Tensor:
-    """The largest coordinate, ``(*batch, 1, 1)``: what to divide by before squaring."""
-    size = x.detach().abs().amax((-2, -1), keepdim=True)
-    return size.where(size > 0, 1.0)
+    return _norm(cloud("norm", x))
 
 
 def spread(x: Tensor) -> Tensor:
     """Root mean square distance from the cloud's mean, ``(*batch,)``."""
-    return norm(x - x.mean(-2, keepdim=True))
+    points = cloud("spread", x)
+    size = size_of(points)
+    away, size = _centred(points / size), size[..., 0, 0]
+    return _norm(away) * size
+
+
+def _norm(x: Tensor) -> Tensor:
+    size = size_of(x)
+    return (x / size).square().sum(-1).mean(-1).sqrt() * size[..., 0, 0]
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-2, keepdim=True)
+
+
+def size_of(x: Tensor) -> Tensor:
+    """The largest coordinate, ``(*batch, 1, 1)``: what to divide by before squaring."""
+    if x.numel() == 0:
+        return x.new_ones(*x.shape[:-2], 1, 1)
+    size = x.detach().abs().amax((-2, -1), keepdim=True)
+    return size.where(size > 0, 1.0)
 
 
 def participation_ratio(x: Tensor) -> Tensor:
@@ -54,14 +58,15 @@ def participation_ratio(x: Tensor) -> Tensor:
     >>> cm.dynamics.participation_ratio(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
     tensor(1.)
     """
-    away = x - x.mean(-2, keepdim=True)
-    size, whole = _size(away), _size(x)
+    points = cloud("participation_ratio", x)
+    n, d = points.shape[-2:]
+    away = _centred(points / size_of(points))
+    size = size_of(away)  # in units of the largest coordinate
     away = away / size
-    n, d = x.shape[-2:]
     gram = away.mT @ away if d <= n else away @ away.mT
     total = away.square().sum((-2, -1))
-    ratio = total.square() / gram.square().sum((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny)
-    apart = (size > 8 * torch.finfo(x.dtype).eps * whole)[..., 0, 0]
+    ratio = total.square() / gram.square().sum((-2, -1)).clamp_min(torch.finfo(away.dtype).tiny)
+    apart = (size > 8 * torch.finfo(away.dtype).eps)[..., 0, 0] & (total > 0)
     return torch.where(apart, ratio, 0.0)
 
 
@@ -83,57 +88,75 @@ def clusters(x: Tensor, *, distance: float = 0.1) -> Clusters:
     >>> cm.dynamics.clusters(torch.tensor([[0.0], [0.05], [1.0]])).count
     tensor(2)
     """
-    points = cloud("clusters", x)
-    if not (distance >= 0 and math.isfinite(distance)):
-        raise InputError(f"clusters: distance must be finite and not negative, not {distance}.")
+    points = some_points("clusters", x)
+    reach = real("clusters", "distance", distance, least=0.0)
     flat = points.detach().cpu().double().reshape(-1, *points.shape[-2:]).numpy()
-    labels = np.array([_linked(one, distance) for one in flat])
-    found = torch.as_tensor(labels, device=x.device).long().reshape(points.shape[:-1])
+    labels = np.array([_linked(one, reach) for one in flat])
+    found = torch.as_tensor(labels, device=points.device).long().reshape(points.shape[:-1])
     return Clusters(found.amax(-1) + 1, found)
+
+
+_AT_ONCE = 2_000_000
 
 
 def _linked(x: Any, distance: float) -> Any:
     """Labels of one cloud, in memory linear in N even where all points have run together.
 
-    Every point joins the first leader within distance / 2, so that the points of a leader are all
-    linked with each other; then only leaders up to 2 * distance apart are compared.
+    Every point joins the first leader within distance / 2, so that the crowd of a leader is linked
+    throughout. Leaders within the distance are linked; of those farther apart, crowds are compared
+    where their radii allow a link.
     """
     tree_of = import_module("scipy.spatial").cKDTree
-    size = max(1.0, float(np.abs(x).max()))  # far-off clouds would overflow the tree's squares
-    x, distance = x / size, distance / size
+    size = float(np.abs(x).max())
+    if size > 1e100:  # the tree squares distances
+        x, distance = x / size, distance / size
     tree = tree_of(x)
     leader = np.full(len(x), -1)
     for i in range(len(x)):
         if leader[i] < 0:
-            near = np.array(tree.query_ball_point(x[i], distance / 2))
+            near = np.array(tree.query_ball_point(x[i], distance / 2), dtype=int)
             leader[near[leader[near] < 0]] = i
+            leader[i] = i
     leaders, member = np.unique(leader, return_inverse=True)
-    group = list(range(len(leaders)))
-
-    def root(a: int) -> int:
-        while group[a] != a:
-            group[a] = group[group[a]]
-            a = group[a]
-        return a
-
     heads = x[leaders]
-    pairs = tree_of(heads).query_pairs(2 * distance, output_type="ndarray")
-    gaps = np.linalg.norm(heads[pairs[:, 0]] - heads[pairs[:, 1]], axis=-1)
-    order = np.argsort(gaps, kind="stable")
+    radius = np.zeros(len(leaders))
+    np.maximum.at(radius, member, np.linalg.norm(x - heads[member], axis=-1))
     crowds = np.split(np.argsort(member, kind="stable"), np.bincount(member).cumsum()[:-1])
-    for k in order:
-        a, b = (root(int(p)) for p in pairs[k])
-        if a == b:
-            continue
-        if gaps[k] > distance:
-            first, second = (x[crowds[p]] for p in pairs[k])
-            if tree_of(first).query(second)[0].min() > distance:
-                continue
-        group[max(a, b)] = min(a, b)
-    roots = np.array([root(a) for a in range(len(leaders))])[member]
-    _, where = np.unique(roots, return_index=True)
-    rank = {int(roots[i]): k for k, i in enumerate(np.sort(where))}
-    return np.array([rank[int(r)] for r in roots])
+    group = np.arange(len(leaders))
+    for first, second, gap in _neighbors(tree_of(heads), distance + 2 * float(radius.max())):
+        sure = gap <= distance
+        group = _merged(group, first[sure], second[sure])
+        open_ = ~sure & (gap <= distance + radius[first] + radius[second])
+        for a, b in zip(first[open_], second[open_], strict=True):
+            if group[a] != group[b]:
+                nearest = tree_of(x[crowds[a]]).query(x[crowds[b]])[0].min()
+                if nearest <= distance:
+                    group[group == group[b]] = group[a]
+    roots = group[member]
+    _, where, place = np.unique(roots, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(where))[place]
+
+
+def _neighbors(tree: Any, reach: float) -> Iterator[tuple[Any, Any, Any]]:
+    """Pairs of a tree's points within reach, and their distances, some at a time."""
+    points = tree.data
+    counts = tree.query_ball_point(points, reach, return_length=True)
+    ends = [0, *np.flatnonzero(np.diff(np.cumsum(counts) // _AT_ONCE)) + 1, len(points)]
+    for start, stop in pairwise(ends):
+        lists = tree.query_ball_point(points[start:stop], reach)
+        first = np.repeat(np.arange(start, stop), [len(x) for x in lists])
+        second = np.concatenate([np.asarray(x, dtype=int) for x in lists])
+        once = first < second
+        first, second = first[once], second[once]
+        yield first, second, np.linalg.norm(points[first] - points[second], axis=-1)
+
+
+def _merged(group: Any, first: Any, second: Any) -> Any:
+    """Group labels after these pairs have been linked."""
+    sparse, graph = (import_module(f"scipy.{m}") for m in ("sparse", "sparse.csgraph"))
+    n = len(group)
+    links = sparse.coo_matrix((np.ones(len(first)), (group[first], group[second])), shape=(n, n))
+    return graph.connected_components(links, directed=False)[1][group]
 
 
 def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
@@ -147,18 +170,25 @@ def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
     >>> cm.dynamics.entropy(x)  # log(2 pi e) = 2.84
     tensor(2.8...)
     """
-    points = cloud("entropy", x)
+    points = some_points("entropy", x)
     n, d = points.shape[-2:]
     if not 1 <= neighbors < n:
         raise InputError(
             f"entropy: neighbors must lie between 1 and N - 1 = {n - 1}, not {neighbors}."
         )
+    size = size_of(_centred(points / size_of(points))) * size_of(points)
+    scaled = _centred(points.double() / size.double())
     radii: list[Tensor] = []
-    rows = max(1, 2**22 // n)
-    for piece in points.double().split(rows, -2):
-        gaps = torch.cdist(piece, points.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    for piece in scaled.split(rows_at_once(scaled), -2):
+        gaps = torch.cdist(piece, scaled, compute_mode="donot_use_mm_for_euclid_dist")
         radii.append(gaps.kthvalue(neighbors + 1, -1).values)  # the nearest is the point itself
     log_ball = 0.5 * d * math.log(math.pi) - math.lgamma(0.5 * d + 1)
     digamma = torch.digamma(torch.tensor([n, neighbors], dtype=torch.float64))
     offset = float(digamma[0] - digamma[1]) + log_ball
-    return (offset + d * torch.cat(radii, -1).log().mean(-1)).to(points.dtype)
+    logs = torch.cat(radii, -1).log().mean(-1) + size.double().log()[..., 0, 0]
+    return (offset + d * logs).to(points.dtype)
+
+
+def rows_at_once(x: Tensor) -> int:
+    """How many rows of an N x N array over a batch ``(*batch, N, d)`` to hold together."""
+    return max(1, 2**22 // max(1, x.shape[-2] * math.prod(x.shape[:-2])))

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
-from cumulant.dynamics.shape import norm
+from cumulant.dynamics.shape import norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
 from cumulant.errors import InputError
 
@@ -24,18 +25,28 @@ def _march(call: Call, steps: int, every: int) -> Iterator[Moment]:
     alive = torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device)
     blown = torch.full(x.shape[:-2], float("inf"), dtype=torch.float64)
     tau = call.step_size if isinstance(call.step_size, float) else 1.0
+    kept = 0
     yield Moment(0.0, x, blown)
     for k in range(1, steps + 1):
-        new = call.step(x)
-        good = alive & new.detach().isfinite().all(-1).all(-1)
-        if not bool(good.all()):
+        new = call.step(x if bool(alive.all()) else _harmless(x, alive))
+        good = alive & new.detach().to(call.dtype).isfinite().all(-1).all(-1)
+        if not torch.equal(good, alive):
             blown[(alive & ~good).to("cpu")] = k * tau  # in place: all moments share it
-            new = torch.where(good[..., None, None], new, x)
-        x, alive = new, good
-        if not bool(alive.any()):
-            return
+            if not bool(good.any()):
+                if kept < k - 1:
+                    yield Moment((k - 1) * tau, x, blown)
+                return
+            new = call.step(_harmless(x, good))  # once more, or its NaN would enter derivatives
+        alive = good
+        x = new if bool(alive.all()) else torch.where(alive[..., None, None], new, x)
         if k % every == 0 or k == steps:
+            kept = k
             yield Moment(k * tau, x, blown)
+
+
+def _harmless(x: Tensor, alive: Tensor) -> Tensor:
+    """The clouds, those that are held replaced by constants of moderate size."""
+    return torch.where(alive[..., None, None], x, x.detach() / size_of(x))
 
 
 def _start(x0: Tensor | Trajectory) -> tuple[Tensor, Trajectory | None]:
@@ -85,11 +96,8 @@ def simulate(
     >>> run.states.shape, cm.dynamics.clusters(run.final).count
     (torch.Size([201, 100, 3]), tensor(1))
     """
-    for name, value, least in (("steps", steps, 0), ("every", every, 1)):
-        if not isinstance(value, int) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(
-                f"simulate: {name} must be a whole number from {least} on, not {value}."
-            )
+    whole("simulate", "steps", steps, 0)
+    whole("simulate", "every", every, 1)
     start, earlier = _start(x0)
     call = prepare(
         "simulate",
@@ -206,13 +214,18 @@ def flow(
         given if given is not None else own
         for given, own in zip((rtol, atol), tolerances, strict=True)
     ]
-    if not all(t > 0 for t in chosen):
-        raise InputError(f"flow: rtol and atol must be positive, not {chosen[0]} and {chosen[1]}.")
+    for name, value in zip(("rtol", "atol"), chosen, strict=True):
+        real("flow", name, value, least=0.0, open_at_least=True)
 
     begin = _on_the_image(call)
 
     def moments() -> Iterator[Moment]:
-        limit = 1e-3 * torch.finfo(call.x.dtype).max ** 0.5
+        if begin.numel() == 0:
+            none = torch.full(begin.shape[:-2], float("inf"), dtype=torch.float64)
+            yield from (Moment(float(t), begin, none) for t in wanted)
+            return
+        largest = torch.finfo(call.dtype).max
+        limit = min(1e-3 * torch.finfo(call.x.dtype).max ** 0.5, 0.1 * largest)
         with torch.no_grad():
             outputs = integrate(
                 lambda _, x: call.velocity(x),
@@ -242,7 +255,7 @@ def _on_the_image(call: Call) -> Tensor:
     with torch.no_grad():
         once = contract(call.contraction, call.x)
         twice = contract(call.contraction, once)
-    if float((twice - once).abs().max()) > 1e-3 * (1e-3 + float(once.abs().max())):
+    if once.numel() and float((twice - once).abs().max()) > 1e-3 * (1e-3 + float(once.abs().max())):
         raise InputError(
             f"flow: the contraction {call.contraction} applied twice is not the same as once, so "
             "small steps have no limit. Leave out gain and bias, or use simulate."

@@ -75,6 +75,8 @@ def mean_field(
     d = sites.dimension
     given = {"couplings": couplings} if field is None else {"couplings": couplings, "field": field}
     got, _ = numbers(call, **given)
+    kind = torch.promote_types(got["couplings"].dtype, sites.dtype)
+    got = {n: x.to(kind) for n, x in got.items()}
     J = finite(call, "couplings", got["couplings"])
     if J.ndim != 2 or J.shape[0] != J.shape[1] or not len(J):
         raise InputError(f"{call}: couplings must be a matrix (n, n), but have {tuple(J.shape)}.")
@@ -109,11 +111,11 @@ def mean_field(
         generator = torch.Generator().manual_seed(0)
         eta = torch.randn(n, d, dtype=torch.float64, generator=generator).to(J)
         start = spins(sites.mean, eta + h).detach()
+    elif tuple(start.shape) != (n, d):
+        raise InputError(f"{call}: start must have shape ({n}, {d}), but has {tuple(start.shape)}.")
     how = {"solver": "damped", "damping": 0.5, "max_steps": 10_000, **how}
-    solution = fixed_point(lambda m: spins(sites.mean, tilt(m)).to(m.dtype), start, **how)
+    solution = fixed_point(lambda m: spins(sites.mean, tilt(m)).to(kind), start.to(kind), **how)
     m = solution.value
-    if m.shape != (n, d):
-        raise InputError(f"{call}: start must have shape ({n}, {d}), but has {tuple(m.shape)}.")
     eta = tilt(m)
     entropy = spins(sites.relative_entropy, eta).sum()
     free = entropy - 0.5 * (m * (J @ m)).sum() - (m * h).sum()

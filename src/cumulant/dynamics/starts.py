@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cumulant.dynamics.checks import generator_of, whole
 from cumulant.errors import InputError
 
 __all__ = ["STARTS", "start"]
@@ -69,7 +70,9 @@ def start(name: str, n: int, d: int, *, seed: int = 0, dtype: torch.dtype | None
     """
     if name not in STARTS:
         raise InputError(f"start: the names are {', '.join(STARTS)}, not {name!r}.")
-    if n < 1 or d < 1:
-        raise InputError(f"start: N and d must be at least 1, not {n} and {d}.")
-    generator = torch.Generator().manual_seed(seed)
+    whole("start", "N", n, 1)
+    whole("start", "d", d, 1)
+    if dtype is not None and not dtype.is_floating_point:
+        raise InputError(f"start: dtype must be one of floating-point numbers, not {dtype}.")
+    generator = generator_of("start", seed)
     return STARTS[name](n, d, generator).to(dtype or torch.get_default_dtype())

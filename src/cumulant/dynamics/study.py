@@ -125,7 +125,8 @@ def _variance(x: Tensor) -> Tensor:
 def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
     """The variance of particles under the flow in space, against the law's, which blows up."""
     times = torch.linspace(0, 4, 33, dtype=torch.float64)
-    law = gaussian_flow(torch.zeros(2), VARIANCE * torch.eye(2), times)
+    fine = torch.linspace(0, 2, 401, dtype=torch.float64)
+    law = gaussian_flow(torch.zeros(2), VARIANCE * torch.eye(2), fine)
     found: list[dict[str, Any]] = [
         {
             "points": None,

@@ -42,7 +42,10 @@ def _limits(study: Study) -> Any:
             axes.set_title(f"t = {t:.3g}", fontsize=9)
             axes.tick_params(labelsize=7)
             axes.locator_params(nbins=3)
-        row[0].set_ylabel(entry["contraction"], fontsize=11, color=INK)
+        name = entry["contraction"]
+        told = f"{name}\n(in its plane)" if name == "layer norm" else name
+        row[0].set_ylabel(told, fontsize=11, color=INK)
+    figure.supxlabel("scales differ", fontsize=9, color=MUTED)
     return figure
 
 
@@ -66,8 +69,14 @@ def _kept(study: Study) -> Any:
                 axes.set_ylabel(f"rejected, β = {betas[i]:g}")
             if i == len(betas) - 1:
                 axes.set_xlabel("t")
+    for line in panels:
+        for j, name in enumerate(names):
+            if name in ("sphere", "layer norm"):
+                line[j].text(2.2, 0.9, "all N alike", color=MUTED, fontsize=8.5)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(sizes))
+    dashed = panels[0][0].plot([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))[0]
+    handles, labels = [*handles, dashed], [*labels, "5 %, as Gaussian clouds"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
 
 
@@ -87,7 +96,9 @@ def _distances(study: Study) -> Any:
         axes.set(title=r["contraction"], xlabel="t", yscale="log")
     panels[0].set_ylabel("energy distance, β = 1")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(sizes))
+    dashed = panels[0].plot([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))[0]
+    handles, labels = [*handles, dashed], [*labels, "95 % of Gaussian clouds lie below"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
 
 
@@ -120,6 +131,9 @@ def _counts(study: Study) -> Any:
             r["times"][1:], r["clusters"][1:], color=series_color(i), label=f"β = {r['beta']:g}"
         )
     axes.set(xscale="log", yscale="log", xlabel="t", ylabel="clusters")
+    ticks = [1, 2, 3, 5, 10, 20, 50]
+    axes.set_yticks(ticks, [str(k) for k in ticks])
+    axes.minorticks_off()
     axes.legend(ncols=2)
     return figure
 
@@ -131,7 +145,8 @@ def _dimensions(study: Study) -> Any:
     for i, (key, label) in enumerate((("cloud", "whole cloud"), ("coordinate", "one coordinate"))):
         share = [r[key] for r in study.dimensions]
         axes.plot(d, share, color=series_color(i), marker="o", markersize=4, label=label)
-    axes.axhline(0.05, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    dashes = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
+    axes.axhline(0.05, label="5 %, as Gaussian ones", **dashes)
     axes.set_xscale("log", base=2)
     axes.set_xticks(d, [str(k) for k in d])
     axes.set(xlabel="dimension", ylabel="rejected", ylim=(-0.03, 1.05))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +82,7 @@ class Trajectory:
                 np.savez_compressed(file, format=about, **plain)
             os.replace(part, path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise InputError(f"save: cannot write {path}: {error.strerror}.") from None
         return path
 
@@ -101,8 +101,9 @@ class Trajectory:
             return Trajectory(times, states, seen, blown, about["settings"])
         except FileNotFoundError:
             raise InputError(f"load: there is no file {path}.") from None
-        except (KeyError, ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-            raise InputError(f"load: {path} is not a saved trajectory ({error}).") from None
+        except Exception as error:  # whatever a file that is something else can raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"load: {path} is not a saved trajectory ({reason}).") from None
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, snapshots: int = 4) -> Any:
         """A figure: the cloud at several times above, the observables below.
@@ -151,8 +152,12 @@ class Moment:
 
 def _observed(name: str, value: Any, state: Tensor) -> Tensor:
     """What an observable returned, if it is one number for each cloud."""
-    out = value.detach() if isinstance(value, Tensor) and not value.requires_grad else value
-    out = out if isinstance(out, Tensor) else torch.as_tensor(out)
+    try:
+        out = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(
+            f"observable {name!r} must return a tensor, not {type(value).__name__}."
+        ) from None
     if out.shape != state.shape[:-2]:
         raise InputError(
             f"observable {name!r} must return one number for each cloud, of shape "
@@ -174,6 +179,8 @@ def collect(
     """Gather a run, after an earlier one if there is one. With a checkpoint it is on disk every
     half minute, when it ends, and when it is interrupted or fails."""
     chosen = STANDARD if observables is None else observables
+    if not isinstance(chosen, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError("observables must be functions by name: {'name': function}.")
     got: list[Moment] = []
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     begun = 0.0 if earlier is None else float(earlier.times[-1])

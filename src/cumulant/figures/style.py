@@ -113,6 +113,9 @@ def write(figure: Any, path: str | os.PathLike[str]) -> Path:
         raise InputError(
             f"there is no folder {path.parent} to write {path.name} into; make it first."
         )
-    with style():
-        figure.savefig(path)
+    try:
+        with style():
+            figure.savefig(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}.") from None
     return path

@@ -53,7 +53,13 @@ class Equilibrium(nn.Module):
         if not callable(layer):
             raise InputError(f"Equilibrium: layer must be callable, not {type(layer).__name__}.")
         self.layer: Any = layer
-        self._two = _inputs(layer) >= 2
+        count = _inputs(layer)
+        if count > 2:
+            raise InputError(
+                f"Equilibrium: layer must take z, or z and x, but {type(layer).__name__} requires "
+                f"{count} inputs. Wrap it: Equilibrium(lambda z, x: ...), or in a module."
+            )
+        self._two = count == 2
         self._how: dict[str, Any] = {
             "solver": solver,
             "tol": tol,
