@@ -103,8 +103,10 @@ class _View:
             axes.ticklabel_format(axis="x" if self.dimension == 1 else "both", useOffset=False)
         if self.dimension == 3:
             axes.set_zlabel(self.labels[2])
+            for axis, pad in ((axes.xaxis, 2), (axes.yaxis, 2), (axes.zaxis, 0)):
+                axis.labelpad = pad
             axes.set_zlim(limits[2])
-            axes.set_box_aspect((1, 1, 1))
+            axes.set_box_aspect((1, 1, 1), zoom=0.82)
             for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
                 axis.set_pane_color((0.975, 0.98, 0.99, 1.0))
                 axis.set_major_locator(ticker.MaxNLocator(3))
