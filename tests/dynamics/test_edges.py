@@ -307,6 +307,20 @@ def test_flow_refuses_contractions_without_a_limit(contraction):
         D.flow(torch.randn(5, 3), [1.0], contraction=contraction)
 
 
+def test_flow_asks_for_no_more_digits_than_there_are():
+    with pytest.raises(cm.InputError, match="rtol must be finite and at least"):
+        D.flow(torch.randn(5, 3), [1.0], rtol=1e-12)
+
+
+def test_a_solver_that_cannot_go_on_says_so(monkeypatch):
+    """x' = 1 / (1 - x) from 0 ends at t = 1/2 with x = 1: steps vanish, but nothing is large."""
+    from cumulant.dynamics.field import Field
+
+    monkeypatch.setattr(Field, "__call__", lambda self, x: 1 / (1 - x))
+    with pytest.raises(cm.ConvergenceError, match=r"steps vanished at t = 0\.5"):
+        D.flow(torch.zeros(1, 1, dtype=DOUBLE), [0.0, 5.0])
+
+
 def test_flow_begins_on_the_sphere():
     run = D.flow(3 * torch.randn(5, 3), [0.0, 1.0], contraction=D.Sphere())
     torch.testing.assert_close(run.states.norm(dim=-1), torch.ones(2, 5), atol=1e-4, rtol=0)

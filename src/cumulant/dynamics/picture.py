@@ -103,7 +103,7 @@ class _View:
             axes.ticklabel_format(axis="x" if self.dimension == 1 else "both", useOffset=False)
         if self.dimension == 3:
             axes.set_zlabel(self.labels[2])
-            for axis, pad in ((axes.xaxis, 2), (axes.yaxis, 2), (axes.zaxis, 0)):
+            for axis, pad in ((axes.xaxis, 2), (axes.yaxis, 2), (axes.zaxis, 2)):
                 axis.labelpad = pad
             axes.set_zlim(limits[2])
             axes.set_box_aspect((1, 1, 1), zoom=0.82)

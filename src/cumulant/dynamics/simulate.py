@@ -14,7 +14,7 @@ from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.shape import norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
-from cumulant.errors import InputError
+from cumulant.errors import ConvergenceError, InputError
 
 __all__ = ["flow", "simulate"]
 
@@ -168,7 +168,8 @@ def flow(
         times: when states are wanted, increasing from 0 (the start) or later.
         beta, contraction, patterns, query_weight, key_weight, value_weight, is_causal: see `step`.
         rtol, atol: tolerances of the solver; 1e-8 and 1e-10 for double precision, 1e-5 and 1e-7
-            for single.
+            for single, the second times the largest coordinate if that is above 1. rtol is at least
+            8 times the rounding of the points.
         observables, checkpoint, progress: see `simulate`.
 
     Returns:
@@ -180,6 +181,7 @@ def flow(
     Raises:
         InputError: see `step`; times that do not increase, input that requires a gradient, a
             contraction that has no limit of small steps.
+        ConvergenceError: the solver could not go on.
 
     Two points on the circle run together:
 
@@ -208,16 +210,14 @@ def flow(
             "with a small step_size, which has, or pass detached tensors."
         )
     wanted = ascending("flow", times)
-    double = call.x.dtype == torch.float64
-    tolerances = (1e-8, 1e-10) if double else (1e-5, 1e-7)
-    chosen = [
-        given if given is not None else own
-        for given, own in zip((rtol, atol), tolerances, strict=True)
-    ]
-    for name, value in zip(("rtol", "atol"), chosen, strict=True):
-        real("flow", name, value, least=0.0, open_at_least=True)
-
     begin = _on_the_image(call)
+    precision = torch.finfo(call.x.dtype)
+    usual = (1e-8, 1e-10) if call.x.dtype == torch.float64 else (1e-5, 1e-7)
+    size = float(begin.abs().max()) if begin.numel() else 1.0
+    finest = 8 * precision.eps
+    rtol = real("flow", "rtol", usual[0] if rtol is None else rtol, least=finest)
+    coarse = usual[1] * max(1.0, size) if atol is None else atol
+    atol = real("flow", "atol", coarse, least=0.0, open_at_least=True)
 
     def moments() -> Iterator[Moment]:
         if begin.numel() == 0:
@@ -225,7 +225,7 @@ def flow(
             yield from (Moment(float(t), begin, none) for t in wanted)
             return
         largest = torch.finfo(call.dtype).max
-        limit = min(1e-3 * torch.finfo(call.x.dtype).max ** 0.5, 0.1 * largest)
+        limit = min(1e-3 * precision.max**0.5, 0.1 * largest)
         with torch.no_grad():
             outputs = integrate(
                 lambda _, x: call.velocity(x),
@@ -233,10 +233,17 @@ def flow(
                 wanted,
                 size=norm,
                 limit=limit,
-                rtol=chosen[0],
-                atol=chosen[1],
+                rtol=rtol,
+                atol=atol,
             )
             for out in outputs:
+                early = out.escaped.isfinite() & (norm(out.state).cpu() < 0.5 * limit)
+                if bool(early.any()):  # held, but not for its size
+                    raise ConvergenceError(
+                        f"flow: the solver's steps vanished at t = {float(out.escaped.min()):.4g}. "
+                        "The tolerances ask for more than the precision of the points has, or the "
+                        "contraction is not smooth: raise rtol and atol, or use float64."
+                    )
                 yield Moment(out.time, out.state, out.escaped)
 
     return collect(
