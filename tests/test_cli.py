@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import cumulant as cm
 from cumulant.cli import main
@@ -95,16 +96,17 @@ def test_simulate_writes_data_and_pictures(tmp_path):
     assert trajectory.states.shape == (21, 30, 3)
     assert trajectory.times[-1] == 5.0  # in double precision
     longer = tmp_path / "longer.npz"
-    again = run("simulate", str(files[0]), "--steps", "2", "--json", "-o", str(longer))
+    how = ("--time", "2", "--steps", "2", "--json", "-o", str(longer))
+    again = run("simulate", str(files[0]), *how)
     report = json.loads(again.stdout)
     assert report["times"][:21] == trajectory.times.tolist()
     assert report["blow_up_time"] is None
     joined = cm.dynamics.Trajectory.load(longer)
     assert joined.settings["beta"] == 9.0  # as the first part was made
-    expected = cm.dynamics.simulate(
-        trajectory.final, 2, beta=9.0, step_size=1.0, contraction=cm.dynamics.Sphere()
+    expected = cm.dynamics.flow(
+        trajectory.final, [1.0, 2.0], beta=9.0, contraction=cm.dynamics.Sphere()
     )
-    assert (joined.final - expected.final).abs().max() < 1e-12
+    assert (joined.final - expected.final).abs().max() < 1e-6
 
 
 def test_simulate_your_own_points(tmp_path):
@@ -156,7 +158,14 @@ def test_simulate_bad_input(tmp_path, monkeypatch, capsys):
     short = tmp_path / "short.csv"
     short.write_text("1,,2\n3,4,5\n")
     (tmp_path / "folder.npz").mkdir()
+    x, D = torch.randn(4, 3), cm.dynamics
+    D.flow(x, [0.0, 1.0]).save(tmp_path / "flow.npz")
+    D.simulate(x, 1, patterns=x).save(tmp_path / "patterns.npz")
+    D.simulate(x, 1, value_weight=-torch.eye(3)).save(tmp_path / "weights.npz")
+    D.simulate(x, 1, step_size=torch.ones(4, 1)).save(tmp_path / "gate.npz")
+    made = [[str(tmp_path / f"{n}.npz")] for n in ("flow", "patterns", "weights", "gate")]
     for arguments in (
+        *made,
         ["nowhere.csv"],
         [str(bad)],
         [str(short)],

@@ -187,6 +187,14 @@ CONTRACTIONS = {
 }
 
 
+def attention_and_norm(x):
+    patterns = torch.randn(64, 8, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    return D.step(x, patterns=patterns, contraction=D.LayerNorm())
+
+
+CONTRACTIONS["attention and layer norm"] = attention_and_norm
+
+
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_anderson_needs_no_more_evaluations_than_plain_iteration(name):
     x0 = torch.randn(5, 8, dtype=DOUBLE)

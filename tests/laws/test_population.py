@@ -152,17 +152,32 @@ def test_blow_up_time_of_the_closed_form():
     assert path.covariance[-1].abs().max() > path.covariance[0].abs().max()
 
 
-@pytest.mark.parametrize("c", [0.5, 2.0])
-def test_blow_up_time_of_the_integrated_flow(c):
-    """Values c I are scores c A with values I, in the covariance; that has a closed form."""
-    _, S, A, _ = law(3)
-    mean = torch.zeros(3, dtype=DOUBLE)
-    closed = D.gaussian_flow(mean, S, [0.01], scores=c * A)
-    path = D.gaussian_flow(mean, S, torch.linspace(0, 20, 201), scores=A, values=c)
-    assert path.blow_up_time.item() == pytest.approx(closed.blow_up_time.item(), rel=1e-6)
-    assert path.covariance.isfinite().all()
-    exact = D.gaussian_flow(mean, S, path.times, scores=c * A).covariance
-    torch.testing.assert_close(path.covariance, exact, rtol=1e-5, atol=1e-8)
+@pytest.mark.parametrize("c", [0.5, 2.0, -1.0])
+def test_values_that_are_a_multiple_of_the_identity(c):
+    """Closed form, against the equations integrated."""
+    m, S, A, _ = law(3)
+    path = D.gaussian_flow(m, S, [0.1], scores=A, values=c)
+    V = c * np.eye(3)
+    mean, covariance = integrate(m.numpy(), S.numpy(), 0.1, A.numpy(), V)
+    torch.testing.assert_close(path.mean[-1], mean, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(path.covariance[-1], covariance, rtol=1e-7, atol=1e-9)
+    scaled = D.gaussian_flow(m, S, [0.1], scores=c * A)
+    torch.testing.assert_close(path.blow_up_time, scaled.blow_up_time)
+
+
+def test_blow_up_time_of_the_integrated_flow():
+    """Diagonal values, scores and covariance fall apart into S_i' = 2 v_i S_i^2."""
+    v, s = torch.tensor([1.5, 0.5, -1.0], dtype=DOUBLE), torch.tensor([0.4, 0.9, 2.0], dtype=DOUBLE)
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=DOUBLE)).Q  # the same in other coordinates
+    V, S = turn @ torch.diag(v) @ turn.mT, turn @ torch.diag(s) @ turn.mT
+    path = D.gaussian_flow(torch.zeros(3, dtype=DOUBLE), S, torch.linspace(0, 2, 41), values=V)
+    assert path.blow_up_time.item() == pytest.approx(1 / (2 * 1.5 * 0.4), rel=1e-6)
+    assert path.times[-1] < path.blow_up_time
+    late = path.times[-1].item()
+    exact = turn @ torch.diag(1 / (1 / s - 2 * v * late)) @ turn.mT
+    torch.testing.assert_close(path.covariance[-1], exact, rtol=1e-6, atol=1e-8)
+    early = D.gaussian_flow(torch.zeros(3, dtype=DOUBLE), S, [0.1], values=V)
+    assert early.blow_up_time.isinf()  # not before the last time asked for
 
 
 def test_without_a_positive_direction_it_never_blows_up():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -102,6 +101,27 @@ def _writable(name: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
         raise InputError(f"--{name}: cannot write a file at {path}.")
 
 
+def _can_go_on(start: Start, said_how: bool) -> None:
+    """Whether the command can do what a saved run was made with."""
+    if not isinstance(start, dynamics.Trajectory):
+        return
+    if 0 in start.states.shape:
+        raise InputError("the run holds no points; there is nothing to go on with.")
+    made = start.settings
+    beyond = [n for n in made if ("weight" in n or n == "patterns") and made[n] is not None]
+    beyond += [n for n in ("beta", "step_size") if isinstance(made.get(n), str)]
+    if beyond:
+        raise InputError(
+            f"the run was made with {', '.join(beyond)} of its own, which the command cannot know; "
+            "go on in Python: cumulant.dynamics.simulate(Trajectory.load(...), ...)."
+        )
+    if made.get("kind") == "flow" and not said_how:
+        raise InputError(
+            "the run was made by the flow: say how far it is to go on with --time, or give a "
+            "--step-size to go on in steps."
+        )
+
+
 def _chosen(name: str, given: Any, start: Start, own: Any) -> Any:
     """What was asked for; else what a saved run was made with; else the usual."""
     if given is not None:
@@ -187,16 +207,15 @@ def simulate(
 
         need_matplotlib()
     x = read_points(start, points, dimension, seed)
+    _can_go_on(x, time is not None or step_size is not None)
     beta = _chosen("beta", beta, x, 1.0)
-    step_size = float(_chosen("step_size", step_size, x, 0.1))
+    pace = real("simulate", "step_size", _chosen("step_size", step_size, x, 0.1))
     pull = _contraction(contraction, x)
     causal = bool(_chosen("is_causal", causal or None, x, False))
-    if isinstance(x, dynamics.Trajectory):
-        x = dataclasses.replace(x, states=x.states.double())
     size = x.final.shape[-2] if isinstance(x, dynamics.Trajectory) else x.shape[-2]
     begun = float(x.times[-1]) if isinstance(x, dynamics.Trajectory) else 0.0
     with progress_bar() as bar:
-        end = time if time is not None else steps * step_size
+        end = time if time is not None else steps * pace
         task = bar.add_task(f"{size} points", total=abs(end) or None)
 
         def advance(t: float) -> None:
@@ -211,7 +230,7 @@ def simulate(
         }
         try:
             if time is None:
-                run = dynamics.simulate(x, steps, step_size=step_size, **how)
+                run = dynamics.simulate(x, steps, step_size=pace, **how)
             else:
                 run = dynamics.flow(
                     x, torch.linspace(0, time, steps + 1, dtype=torch.float64), **how
@@ -232,6 +251,7 @@ def _contraction(name: str | None, start: Start) -> dynamics.Contraction | None:
     """By its name, or as a saved run has it."""
     if name is None and isinstance(start, dynamics.Trajectory) and start.settings:
         saved = start.settings.get("contraction")
+        saved = saved if saved is None else str(saved)
         known = {str(c): c for c in CONTRACTIONS.values() if c is not None}
         if saved is not None and saved not in known:
             raise InputError(f"the run was made with {saved}; name a --contraction to go on with.")

@@ -79,7 +79,11 @@ class Call:
             "step_size": _told(self.step_size),
             "contraction": str(self.contraction) if self.contraction is not None else None,
             "is_causal": self.field.is_causal,
-            "patterns": None if self.field.patterns is None else _told(self.field.patterns),
+            **{
+                name: None if x is None else f"tensor {tuple(x.shape)}"
+                for name in ("patterns", "query_weight", "key_weight", "value_weight")
+                for x in [getattr(self.field, name)]
+            },
         }
 
     def velocity(self, x: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class GaussianPath:
         covariance: ``(T, *batch, d, d)``, likewise.
         blow_up_time: ``(*batch,)``, when the covariance becomes infinite, or leaves the range of
             double precision; inf if it never does, or, where it had to be integrated (values that
-            are not the identity), not within ten times the last time asked for or the soonest
-            possible. There the mean may leave that range first, and counts too.
+            are no multiple of the identity), not before the last time asked for. There the mean may
+            leave that range first, and counts too.
     """
 
     times: Tensor
@@ -230,7 +230,7 @@ def gaussian_flow(
         )
     wanted = ascending("gaussian_flow", times)
     one = torch.eye(law.mean.shape[-1], dtype=torch.float64, device=law.mean.device)
-    if not torch.equal(law.V, one.expand_as(law.V)):
+    if not torch.equal(law.V, law.V[..., :1, :1] * one):
         return _integrated(law, wanted)
     closed = _Closed(law)
     alive = [t for t in wanted.tolist() if t < float(closed.blow_up_time.max())]
@@ -243,12 +243,14 @@ def gaussian_flow(
 
 
 class _Closed:
-    """The solution for V = I, through the eigenvalues of L'(A + A')L with S0 = L L'."""
+    """The solution for V = c I: the eigenvalues of c L'(A + A')L, where S0 = L L'."""
 
     def __init__(self, law: _Law) -> None:
         values, vectors = torch.linalg.eigh(law.covariance)
         self.L = vectors * values.clamp_min(0.0).sqrt()[..., None, :]
-        self.S = law.A + law.A.mT
+        self.V = law.V[..., 0, 0]  # values c I are values I with scores c A, but for m' = c m + ...
+        self.A = law.V @ law.A
+        self.S = self.A + self.A.mT
         self.start = law.mean
         self.rates, Q = torch.linalg.eigh(self.L.mT @ self.S @ self.L)
         self.LQ = self.L @ Q
@@ -265,7 +267,7 @@ class _Closed:
         return (self.LQ / self._left(t)[..., None, :]) @ self.LQ.mT
 
     def mean(self, t: float) -> Tensor:
-        """e^t f(S0 (A + A')) m0 with f(z) = (1 - tz)^(-1/2), by f(LL'S) = I + L g(L'SL) L'S.
+        """e^(ct) f(S0 (A + A')) m0 with f(z) = (1 - tz)^(-1/2), by f(LL'S) = I + L g(L'SL) L'S.
 
         g(z) = (f(z) - 1) / z, written without the cancellation at z = 0.
         """
@@ -273,7 +275,7 @@ class _Closed:
         g = t / (root * (1 + root))
         along = _apply(self.LQ.mT @ self.S, self.start)
         slow = self.start + _apply(self.LQ, g * along)
-        return (torch.exp(slow.new_tensor(t)) * slow).nan_to_num(0.0, math.inf, -math.inf)
+        return ((self.V * t).exp()[..., None] * slow).nan_to_num(0.0, math.inf, -math.inf)
 
 
 def _driven_means(law: _Law, times: list[float]) -> list[Tensor]:
@@ -309,8 +311,8 @@ def _driven_mean(law: _Law, times: list[float]) -> Iterator[Tensor]:
         pace, left = 1.0, 1 - s * closed.rates
         if math.isfinite(end):
             pace, left = end * math.exp(-s), rest + share * math.exp(-s)
-        along = closed.LQ.mT @ (law.A @ m)
-        return pace * (m + closed.LQ @ (along / left))
+        along = closed.LQ.mT @ (closed.A @ m)
+        return pace * (closed.V * m + closed.LQ @ (along / left))
 
     clock = [-math.log1p(-t / end) for t in mine] if math.isfinite(end) else mine
     if not mine:
@@ -354,8 +356,8 @@ def _integrated(law: _Law, times: Tensor) -> GaussianPath:
     limit = 1e140  # squares of it are still numbers
     moments: list[tuple[float, Tensor, Tensor]] = []
     blow_up = torch.full(law.mean.shape[:-1], math.inf, dtype=torch.float64, device=start.device)
-    beyond = torch.cat([times, 10 * times[-1:].clamp_min(_soonest(law))])  # the last for t* alone
-    outputs = integrate(velocity, start, beyond, size=size, limit=limit, rtol=1e-10, atol=1e-14)
+    atol = 1e-14 * float(start.abs().max().clamp(1e-280, 1.0))
+    outputs = integrate(velocity, start, times, size=size, limit=limit, rtol=1e-10, atol=atol)
     for out in outputs:
         m, S = split(out.state)
         fresh = out.escaped.to(blow_up.device).isfinite() & blow_up.isinf()
@@ -367,13 +369,6 @@ def _integrated(law: _Law, times: Tensor) -> GaussianPath:
         moments.append((out.time, m, (S + S.mT) / 2))
     asked = set(times.tolist())
     return _path(law, [x for x in moments if x[0] in asked], blow_up)
-
-
-def _soonest(law: _Law) -> float:
-    """No covariance blows up before this: the norms give |S|' <= 2 |V| |A| |S|^2."""
-    norms = [torch.linalg.matrix_norm(x, 2) for x in (law.V, law.A, law.covariance)]
-    rate = float((2 * norms[0] * norms[1] * norms[2]).max()) if law.mean.numel() else 0.0
-    return 1 / rate if rate > 1e-12 else 1.0
 
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:

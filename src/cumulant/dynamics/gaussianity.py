@@ -185,8 +185,8 @@ def gaussianity(
         )
     points = some_points("gaussianity", x).detach()
     n, d = points.shape[-2:]
-    if n <= d + 1:
-        raise InputError(f"gaussianity: N must exceed d + 1 = {d + 1}, but is {n}.")
+    if n <= d + 2:
+        raise InputError(f"gaussianity: N must exceed d + 2 = {d + 2}, but is {n}.")
     whole("gaussianity", "draws", draws, 1)
     wide: Any = points.dtype if points.device.type == "mps" else torch.float64
     flat = points.to(wide).reshape(-1, n, d)

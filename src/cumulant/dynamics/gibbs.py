@@ -133,8 +133,8 @@ def stationary(transition: Tensor) -> Tensor:
         leaving = P[k, :k].sum()
         if not bool(leaving > 0):
             raise InputError(
-                "stationary: the chain falls into parts that never meet, so that it has no single "
-                "stationary law."
+                "stationary: the chain is not irreducible: from some states others are never "
+                "reached. Take the states it ends in alone."
             )
         P[:k, k] /= leaving
         P[:k, :k] += P[:k, k, None] * P[k, None, :k]

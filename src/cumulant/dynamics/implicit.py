@@ -37,40 +37,57 @@ _SINGULAR = (
 class _Resolvent:
     """M = (I - J)^(-1) and its transpose, by GMRES, at one point."""
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, strict: bool) -> None:
-        self._f, self._x, self._strict = f, x, strict
-        self._pass = -1
-        self._largest = x.new_zeros(len(x))
+    def __init__(
+        self, f: Callable[[Tensor], Tensor], x: Tensor, value: Tensor, strict: bool
+    ) -> None:
+        self._f, self._x, self._value, self._strict = f, x, value, strict
+        self._seen: dict[int, tuple[int, Tensor]] = {}
 
     def _moved(self, v: Tensor) -> Tensor:
         return cast(Any, torch.func.jvp(self._f, (self._x,), (v,)))[1]
 
-    def solve(self, b: Tensor, transposed: bool) -> Tensor:
-        """M b or M' b, row by row.
+    def without_noise(self, b: Tensor, place: int) -> Tensor:
+        """The cotangent of the chord step at this place, rows that are rounding set to zero.
 
-        What is negligible beside the largest b of the same backward pass counts as solved: the last
-        of the chord steps leaves next to nothing to those before it.
+        In a first derivative a step cancels all but rounding of what it hands to the one before, and
+        solving for that would triple the work. Where the pass itself is to be differentiated all
+        rows stay: what is zero in value is not in its derivatives.
         """
+        sizes = torch.linalg.vector_norm(b.detach(), dim=-1)
+        current = cast(Any, torch._C)._current_graph_task_id()
+        self._seen[place] = (current, sizes)
+        last, later = self._seen.get(place + 1, (-1, sizes))
+        if last != current or current < 0 or torch.is_grad_enabled():
+            return b
+        real = sizes > 1e4 * torch.finfo(b.dtype).eps * later
+        return b * real[:, None]
+
+    def solve(self, b: Tensor, transposed: bool) -> Tensor:
+        """M b or M' b, each row to its own precision."""
         with torch.no_grad():
             b = b.detach()
-            pull: Any = None
-            if transposed:
-                pull = cast(Any, torch.func.vjp(self._f, self._x))[1]
+            value, pull = cast(Any, torch.func.vjp(self._f, self._x))
+            self._same(value)
 
             def operator(v: Tensor) -> Tensor:
                 return (v - (pull(v)[0] if transposed else self._moved(v))).detach()
 
             sizes = torch.linalg.vector_norm(b, dim=-1)
-            current = cast(Any, torch._C)._current_graph_task_id()
-            same = current == self._pass and current >= 0
-            self._pass = current
-            self._largest = torch.maximum(self._largest, sizes) if same else sizes
-            goal = 100 * torch.finfo(b.dtype).eps * self._largest
+            goal = 100 * torch.finfo(b.dtype).eps * sizes
             found = gmres(operator, b, goal)
             lost = found.residual > 1e4 * goal
             if bool(lost.any()):
                 self._complain(float((found.residual / sizes)[lost].max()))
             return found.value
+
+    def _same(self, value: Tensor) -> None:
+        """f must be what it was when the fixed point was found."""
+        slack = 1e3 * torch.finfo(value.dtype).eps * (1 + self._value.abs().max())
+        if bool(((value - self._value).abs() > slack).any()):
+            raise InputError(
+                "derivative of a fixed point: f has changed since it was solved. A tensor that f "
+                "uses was modified in place, or f is random (dropout)."
+            )
 
     def _complain(self, left: float) -> None:
         text = _SINGULAR.format(f"{left:.2g} of g is left")
@@ -109,16 +126,17 @@ class _Correction(torch.autograd.Function):
     """Zero in value, M in every derivative."""
 
     @staticmethod
-    def forward(r: Tensor, resolvent: _Resolvent) -> Tensor:
+    def forward(r: Tensor, resolvent: _Resolvent, place: int) -> Tensor:
         return torch.zeros_like(r)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.resolvent = inputs
+        _, ctx.resolvent, ctx.place = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Solve.apply(grads[0], ctx.resolvent, True), None
+        b = ctx.resolvent.without_noise(grads[0], ctx.place)
+        return _Solve.apply(b, ctx.resolvent, True), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grads: Any) -> Any:
@@ -126,9 +144,9 @@ class _Correction(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: tuple[int | None, ...], r: Tensor, resolvent: Any
+        info: Any, in_dims: tuple[int | None, ...], r: Tensor, resolvent: Any, place: int
     ) -> Any:
-        return _each(_Correction, r, in_dims[0], resolvent)
+        return _each(_Correction, r, in_dims[0], resolvent, place)
 
 
 def _each(function: Any, x: Tensor, dim: int | None, *rest: Any) -> Any:
@@ -146,13 +164,13 @@ def _transformed(x: Tensor) -> bool:
 
 
 def _by_products(
-    f: Callable[[Tensor], Tensor], x: Tensor, strict: bool
-) -> Callable[[Tensor], Tensor]:
+    f: Callable[[Tensor], Tensor], x: Tensor, value: Tensor, strict: bool
+) -> Callable[[Tensor, int], Tensor]:
     """M by GMRES, in linear memory."""
-    resolvent = _Resolvent(f, x, strict)
+    resolvent = _Resolvent(f, x, value.detach(), strict)
 
-    def correct(r: Tensor) -> Tensor:
-        return cast(Tensor, _Correction.apply(r, resolvent))
+    def correct(r: Tensor, place: int) -> Tensor:
+        return cast(Tensor, _Correction.apply(r, resolvent, place))
 
     return correct
 
@@ -160,7 +178,7 @@ def _by_products(
 _DENSE = 4096
 
 
-def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor, int], Tensor]:
     """M as matrices ``(B, n, n)``: ordinary operations, at home in every transform."""
     n = x.shape[-1]
     if n > _DENSE:
@@ -175,7 +193,7 @@ def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tenso
         raise ConvergenceError(_SINGULAR.format("It is singular"))
     M = torch.linalg.inv(one - J).detach()
 
-    def correct(r: Tensor) -> Tensor:
+    def correct(r: Tensor, _: int) -> Tensor:
         return (M @ (r - r.detach())[..., None])[..., 0]
 
     return correct
@@ -187,8 +205,8 @@ def attach(f: Callable[[Tensor], Tensor], solution: Tensor, *, strict: bool) -> 
     first = f(x)
     if not on_tape(first):
         return x
-    correct = _dense(f, x) if _transformed(first) else _by_products(f, x, strict)
-    y = x + correct(first - x)
-    for _ in range(ORDERS - 1):
-        y = y + correct(f(y) - y)
+    correct = _dense(f, x) if _transformed(first) else _by_products(f, x, first, strict)
+    y = x + correct(first - x, 0)
+    for place in range(1, ORDERS):
+        y = y + correct(f(y) - y, place)
     return y

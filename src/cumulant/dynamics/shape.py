@@ -108,8 +108,9 @@ def _linked(x: Any, distance: float) -> Any:
     """
     tree_of = import_module("scipy.spatial").cKDTree
     size = float(np.abs(x).max())
-    if size > 1e100:  # the tree squares distances
-        x, distance = x / size, distance / size
+    if size > 1e100 or 0 < size < 1e-100:  # the tree squares distances
+        unit = 2.0 ** math.frexp(size)[1]  # a power of two loses no digit
+        x, distance = x / unit, distance / unit
     tree = tree_of(x)
     leader = np.full(len(x), -1)
     for i in range(len(x)):

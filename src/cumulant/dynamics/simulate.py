@@ -19,10 +19,13 @@ from cumulant.errors import ConvergenceError, InputError
 __all__ = ["flow", "simulate"]
 
 
-def _march(call: Call, steps: int, every: int) -> Iterator[Moment]:
-    """The start and every `every`-th state after it; a cloud that overflows is held."""
+def _march(call: Call, steps: int, every: int, lost: Tensor | None) -> Iterator[Moment]:
+    """The start and every `every`-th state after it; a cloud that overflows is held, as are those
+    already lost."""
     x = call.x
     alive = torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device)
+    if lost is not None:
+        alive &= ~lost.to(x.device)
     blown = torch.full(x.shape[:-2], float("inf"), dtype=torch.float64)
     tau = call.step_size if isinstance(call.step_size, float) else 1.0
     kept = 0
@@ -112,7 +115,7 @@ def simulate(
         is_causal=is_causal,
     )
     return collect(
-        _march(call, steps, every),
+        _march(call, steps, every, None if earlier is None else earlier.blow_up_time.isfinite()),
         dtype=call.dtype,
         observables=observables,
         checkpoint=checkpoint,
@@ -253,7 +256,7 @@ def flow(
         checkpoint=checkpoint,
         progress=progress,
         earlier=earlier,
-        settings={"kind": "flow", **call.settings},
+        settings={"kind": "flow", **call.settings, "step_size": None},
     )
 
 

@@ -98,7 +98,12 @@ class Trajectory:
                 }
             seen = {n.removeprefix("observable "): x for n, x in arrays.items() if " " in n}
             times, states, blown = (arrays[n] for n in ("times", "states", "blow_up_time"))
-            return Trajectory(times, states, seen, blown, about["settings"])
+            settings = about["settings"]
+            fits = states.ndim >= 3 and times.shape == states.shape[:1] and len(times) > 0
+            fits &= blown.shape == states.shape[1:-2] and isinstance(settings, dict)
+            if not fits or any(x.shape != states.shape[:-2] for x in seen.values()):
+                raise ValueError("its parts do not fit together")
+            return Trajectory(times, states, seen, blown, settings)
         except FileNotFoundError:
             raise InputError(f"load: there is no file {path}.") from None
         except Exception as error:  # whatever a file that is something else can raise
@@ -215,16 +220,17 @@ def collect(
 
 def _joined(first: Trajectory, second: Trajectory, chosen: Observables) -> Trajectory:
     """One run after the other; the state where they meet is there once."""
+    new = slice(1 if second.times[0] == first.times[-1] else 0, None)
     seen: dict[str, Tensor] = {}
     for name, observe in chosen.items():
         before = first.observables.get(name)
         if before is None:
             before = torch.stack([_observed(name, observe(x), x) for x in first.states])
-        seen[name] = torch.cat([before, second.observables[name][1:]])
+        seen[name] = torch.cat([before, second.observables[name][new]])
     gone = first.blow_up_time
     return Trajectory(
-        torch.cat([first.times, second.times[1:]]),
-        torch.cat([first.states, second.states[1:].to(first.states)]),
+        torch.cat([first.times, second.times[new]]),
+        torch.cat([first.states, second.states[new].to(first.states)]),
         seen,
         torch.where(gone.isfinite(), gone, second.blow_up_time),
         second.settings,

@@ -142,6 +142,12 @@ def test_links_of_exactly_the_distance_hold(n):
     assert D.clusters(torch.arange(float(n))[:, None], distance=1.0).count == 1
 
 
+def test_clusters_of_tiny_clouds():
+    x = torch.tensor([[0.0], [3.0], [3.5], [9.0]], dtype=DOUBLE)
+    for scale in (1e-165, 1e165):
+        assert D.clusters(scale * x, distance=scale).labels.tolist() == [0, 1, 1, 2]
+
+
 @pytest.mark.parametrize(("n", "d"), [(2000, 64), (3000, 16)])
 def test_clusters_in_many_dimensions_do_not_hold_all_pairs(n, d):
     x = D.start("sphere", n, d, dtype=DOUBLE)
@@ -191,6 +197,46 @@ def test_rows_of_a_batch_do_not_share_their_accuracy(ratio):
     ours = torch.autograd.grad(value, c, seed)[0]
     exact = torch.linalg.solve((torch.eye(30, dtype=DOUBLE) - J).mT, seed[..., None])[..., 0]
     torch.testing.assert_close(ours, exact, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6])
+def test_derivatives_do_not_know_the_scale_of_the_loss(kind, scale):
+    W = 0.4 * torch.linalg.qr(torch.randn(6, 6, dtype=DOUBLE)).Q
+    c = torch.randn(6, dtype=DOUBLE)
+
+    def derivatives(solve, c, W):
+        value = scale * (solve(c, W) ** 3).sum()
+        out = []
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(value, c, create_graph=True)
+            out.append(slope.detach().double() / scale)
+            value = (slope * torch.arange(1.0, 7.0, dtype=slope.dtype)).sum()
+        return out
+
+    def unrolled(c, W):
+        z = torch.zeros_like(c)
+        for _ in range(120):
+            z = torch.tanh(z @ W + c)
+        return z
+
+    def solved(c, W):
+        start = torch.zeros_like(c)
+        return D.fixed_point(lambda z: torch.tanh(z @ W + c), start, tol=1e-6).value
+
+    exact = derivatives(unrolled, c.clone().requires_grad_(), W)
+    ours = derivatives(solved, c.to(kind).requires_grad_(), W.to(kind))
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * b.abs().max().item())
+
+
+def test_a_map_changed_before_the_backward_pass_is_noticed():
+    c = torch.tensor([0.3], dtype=DOUBLE, requires_grad=True)
+    value = D.fixed_point(lambda z: torch.tanh(0.9 * z + c), torch.zeros(1).double()).value
+    with torch.no_grad():
+        c.fill_(3.0)
+    with pytest.raises(cm.InputError, match="has changed since"):
+        torch.autograd.grad(value, c)
 
 
 def test_a_map_that_works_in_place():
@@ -341,6 +387,26 @@ def test_runs_go_on():
     assert len(flowing.times) == 11
 
 
+def test_flows_that_go_on_lose_no_time():
+    x = D.start("sphere", 6, 3, dtype=DOUBLE)
+    how = {"contraction": D.Sphere()}
+    first = D.flow(x, [0.0, 0.5, 1.0], **how)
+    assert D.flow(first, [0.5, 1.0], **how).times.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    later = D.flow(first, [1.0], **how)
+    assert later.times.tolist() == [0.0, 0.5, 1.0, 2.0]
+    exact = D.flow(x, [2.0], **how).final
+    torch.testing.assert_close(later.final, exact, atol=1e-7, rtol=0)
+
+
+def test_a_lost_cloud_stays_lost_when_a_run_goes_on():
+    x = torch.randn(4, 2, dtype=DOUBLE)
+    first = D.simulate(torch.stack([x, 1e306 * x]), 4)
+    both = D.simulate(first, 3, contraction=D.Sphere())
+    assert both.blow_up_time.tolist() == first.blow_up_time.tolist()
+    assert torch.equal(both.final[1], first.final[1])
+    torch.testing.assert_close(both.final[0].norm(dim=-1), torch.ones(4, dtype=DOUBLE))
+
+
 def test_settings_are_saved(tmp_path):
     run = D.simulate(torch.randn(4, 2), 1, beta=3.0, contraction=D.Sphere())
     again = D.Trajectory.load(run.save(tmp_path / "a.npz"))
@@ -371,7 +437,11 @@ def test_files_that_are_something_else(tmp_path):
     np.save(tmp_path / "a.npz", np.ones(3))
     (tmp_path / "a.npz.npy").rename(tmp_path / "b.npz")
     np.savez(tmp_path / "c.npz", format="[1, 2]", states=np.ones(3))
-    for name in ("b.npz", "c.npz"):
+    whole = D.simulate(torch.randn(5, 2), 3)
+    D.Trajectory(whole.times[:2], whole.states).save(tmp_path / "f.npz")
+    D.Trajectory(whole.times, whole.states, {"x": torch.ones(2)}).save(tmp_path / "g.npz")
+    D.Trajectory(whole.times, whole.states, {}, torch.ones(5)).save(tmp_path / "h.npz")
+    for name in ("b.npz", "c.npz", "f.npz", "g.npz", "h.npz"):
         with pytest.raises(cm.InputError, match="not a saved trajectory"):
             D.Trajectory.load(tmp_path / name)
     (tmp_path / "d.npz").mkdir()
@@ -461,7 +531,7 @@ def test_lists_and_arrays_are_clouds():
         (lambda x: D.fixed_point(torch.cos, x, tol="small"), "tol must be a number"),
         (lambda x: D.gaussian_map(torch.zeros(2), torch.eye(2), 1, step_size="x"), "step_size"),
         (lambda x: D.gaussian_flow(torch.zeros(0), torch.zeros(0, 0), [0.0]), "d at least 1"),
-        (lambda x: D.stationary(torch.eye(3)), "never meet"),
+        (lambda x: D.stationary(torch.eye(3)), "not irreducible"),
         (lambda x: D.block_gibbs(1e30 * x, 3, beta=1e30), "out of range"),
         (lambda x: D.step(x, contraction=lambda y: [y]), "must return a tensor"),
         (lambda x: D.simulate(x, True), "whole number"),
