@@ -154,16 +154,19 @@ def _largest(x: Tensor) -> Tensor:
 
 def _unit(x: Tensor, owner: str, where: str, noise: float = 0.0) -> Tensor:
     """x / |x|, without overflow; an error where |x| is no more than noise."""
-    require(x.isfinite(), lambda: f"{owner}: the points are not finite; the cloud has overflowed.")
-    known = x.detach().abs().amax(-1, keepdim=True) > noise
+    size = x.detach().abs().amax(-1, keepdim=True)
     require(
-        known,
+        size.isfinite(),
+        lambda: f"{owner}: the points are not finite; the cloud has overflowed.",
+    )
+    require(
+        size > noise,
         lambda: (
-            f"{owner}: {int((~known).sum())} of {known.numel()} points lie {where}, where the "
-            "contraction is undefined; move them a little."
+            f"{owner}: {int((size <= noise).sum())} of {size.numel()} points lie {where}, where "
+            "the contraction is undefined; move them a little."
         ),
     )
-    y = x / _largest(x)
+    y = x / size
     return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
 

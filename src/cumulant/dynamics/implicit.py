@@ -49,9 +49,9 @@ class _Resolvent:
     def without_noise(self, b: Tensor, place: int) -> Tensor:
         """The cotangent of the chord step at this place, rows that are rounding set to zero.
 
-        In a first derivative a step cancels all but rounding of what it hands to the one before, and
-        solving for that would triple the work. Where the pass itself is to be differentiated all
-        rows stay: what is zero in value is not in its derivatives.
+        In a first derivative a step cancels all but rounding of what it hands to the one before,
+        and solving for that would triple the work. Where the pass itself is to be differentiated
+        all rows stay: what is zero in value is not in its derivatives.
         """
         sizes = torch.linalg.vector_norm(b.detach(), dim=-1)
         current = cast(Any, torch._C)._current_graph_task_id()
