@@ -179,10 +179,7 @@ def test_damping_ends_a_cycle():
 CONTRACTIONS = {
     "linear": lambda x: 0.9 * x.flip(-1) + torch.linspace(0, 1, x.shape[-1], dtype=x.dtype),
     "cosine": torch.cos,
-    "hopfield": lambda x: (
-        D.step(0 * x, patterns=torch.eye(8, dtype=DOUBLE), beta=1.0, step_size=0.0)
-        + (x @ torch.eye(8, dtype=DOUBLE)).softmax(-1)
-    ),
+    "hopfield": lambda x: D.step(x, patterns=torch.eye(8, dtype=DOUBLE)) - x,
     "tanh": lambda x: torch.tanh(x @ torch.full((8, 8), 0.11, dtype=DOUBLE) + 0.5),
 }
 
