@@ -463,7 +463,10 @@ def test_plots_of_huge_states_and_broken_observables(tmp_path, d):
     x = 1e305 * torch.randn(5, d, dtype=DOUBLE)
     seen = {"bad": lambda x: torch.tensor(math.nan), "far": lambda x: torch.tensor(math.inf)}
     run = D.simulate(x, 3, contraction=lambda y: y, step_size=0.0, beta=0.0, observables=seen)
-    run.plot(tmp_path / "a.png")
+    figure = run.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    limits = [a.get_xlim() for part in figure.subfigs for a in part.axes]
+    assert np.isfinite(limits).all()
 
 
 def test_many_long_names_fit(tmp_path):
