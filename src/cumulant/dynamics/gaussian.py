@@ -199,8 +199,8 @@ def gaussian_flow(
 
     For V = I the covariance is S0^(1/2) (I - t S0^(1/2) (A + A') S0^(1/2))^(-1) S0^(1/2), which
     becomes infinite at t* = 1 / lambda_max(S0^(1/2) (A + A') S0^(1/2)) if that is positive (T17);
-    for A = A' the mean is e^t (I - t S0 (A + A'))^(-1/2) m0. Otherwise it is integrated, and t* is
-    where the solver's steps vanish.
+    for A = A' the mean is e^t (I - t S0 (A + A'))^(-1/2) m0. V = c I puts c A for A and e^(ct) for
+    e^t. What has no closed form is integrated; there t* is where the solver's steps vanish.
 
     N points follow this only while beta^2 x' S x is well below 2 log N: they cannot outrun their
     largest member, and never blow up in finite time.
