@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cumulant.kernels import attention, tiles
+from cumulant.kernels import tiles
 
 
 @pytest.fixture(autouse=True)
@@ -23,4 +23,3 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(tiles, "SIDE", 3)
     monkeypatch.setattr(tiles, "iterate", iterate)
-    monkeypatch.setattr(attention, "iterate", iterate)

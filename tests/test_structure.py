@@ -15,8 +15,8 @@ SOURCE = Path(cm.__file__).parent
 
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
-    *("errors", "figures", "kernels", "measures", "attention", "dynamics", "nn"),
-    *("bench", "cli"),
+    *("errors", "figures", "kernels", "measures", "attention", "dynamics"),
+    *("memory", "contrastive", "nn", "bench", "cli"),
 ]
 
 
@@ -80,15 +80,18 @@ def test_public_surface():
         "Geometric",
         "InputError",
         "Measure",
+        "Memory",
         "Mixture",
         "Normal",
         "Poisson",
         "VonMisesFisher",
         "attend",
         "attend_packed",
+        "contrastive",
         "dynamics",
         "from_torch",
         "maximum_entropy",
+        "memory",
         "merge",
         "nn",
         "posterior",

@@ -4,7 +4,7 @@ Attention is a measure over keys tilted by the query, and everything people want
 derivative of its log-normalizer G.
 """
 
-from cumulant import dynamics, nn
+from cumulant import contrastive, dynamics, memory, nn
 from cumulant.attention import (
     Attended,
     attend,
@@ -37,6 +37,7 @@ from cumulant.measures import (
     posterior,
     project,
 )
+from cumulant.memory import Memory
 
 __version__ = "0.1.0"
 
@@ -57,15 +58,18 @@ __all__ = [
     "Geometric",
     "InputError",
     "Measure",
+    "Memory",
     "Mixture",
     "Normal",
     "Poisson",
     "VonMisesFisher",
     "attend",
     "attend_packed",
+    "contrastive",
     "dynamics",
     "from_torch",
     "maximum_entropy",
+    "memory",
     "merge",
     "nn",
     "posterior",

@@ -29,13 +29,13 @@ from cumulant.kernels.tiles import (
     TileFunction,
     batch_first,
     has_nan,
-    iterate,
     removes_keys,
     tile_sum,
+    walk,
 )
 from cumulant.kernels.workspace import Workspace
 
-__all__ = ["Moments", "Options", "attention", "expectation"]
+__all__ = ["Moments", "Options", "attention", "expectation", "pullback", "pushforward"]
 
 _FORWARD_ORDER = ("mean", "log_normalizer", "entropy")
 
@@ -106,7 +106,7 @@ def _normalize(sums: _Sums) -> list[Tensor]:
     return out
 
 
-def _scores_are_small(options: Options, arguments: Named) -> bool:
+def scores_are_small(options: Options, arguments: Named) -> bool:
     """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
     if "bias" in arguments:
         return False
@@ -127,17 +127,12 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
     results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
     if 0 in (*batch, m, n):
         return results
-    shift = not _scores_are_small(options, arguments)
+    shift = not scores_are_small(options, arguments)
     with Workspace.lease(query) as work:
-        for slices, rows, columns in iterate(batch, (m, n), 2**20):
+        for where, tiles in walk(arguments, INDEX, (m, n), options.band, work):
             pending: _Sums | None = None
             done: list[Tensor] | None = None
-            for piece in columns:
-                if options.band.excludes(rows, piece):
-                    continue
-                tile = Tile(slices, rows, piece, options.band, work)
-                work.begin()
-                cut = {name: tile.cut(INDEX[name], x) for name, x in arguments.items()}
+            for tile, cut in tiles:
                 cut["query"] = cut["query"] * options.scale
                 sums = _on_tile(tile, cut, options, shift)
                 if shift:
@@ -149,7 +144,7 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
                 done = _normalize(pending)
             if done is not None:
                 for result, x in zip(results, done, strict=True):
-                    result[(*slices, slice(rows.start, rows.stop))] = x
+                    result[where] = x
     return results
 
 
@@ -183,7 +178,7 @@ def _forward(options: Options, arguments: Named) -> list[Tensor]:
     return out
 
 
-def _pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
+def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
     """Tangents of (mean, G, entropy).
 
     The whole formula lies in the tile function: torch disables forward mode around plain
@@ -215,6 +210,19 @@ def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Argu
     if any(arguments[r.name].shape != r.shape for r in program.results):
         return None  # a batch of cotangents for shared arguments
     return fused.backward(arguments, scale, program.band)
+
+
+def _kept_gradient(program: Program, arguments: Named) -> Arguments | None:
+    """The gradients made with the value, if every query has the same cotangent."""
+    seed = arguments["cotangent log_normalizer"]
+    if seed.numel() == 0 or any(
+        arguments["kept " + r.name].shape != r.shape for r in program.results
+    ):
+        return None
+    one = seed.reshape(-1)[:1]
+    if not bool((seed == one).all()):
+        return None
+    return {r.name: arguments["kept " + r.name] * one for r in program.results}
 
 
 def _curvature(
@@ -260,7 +268,7 @@ _PRIMAL = ("query", "key", "value", "bias")
 _COTANGENTS = ("cotangent mean", "cotangent log_normalizer")
 
 
-def _results(arguments: Named, names: Iterable[str]) -> tuple[Result, ...]:
+def results_of(arguments: Named, names: Iterable[str]) -> tuple[Result, ...]:
     index = {**INDEX, **dict.fromkeys(_COTANGENTS, "i")}
     return tuple(Result(n, index[n], tuple(arguments[n].shape)) for n in names)
 
@@ -276,7 +284,7 @@ def _reverse_over_reverse(
     """The vector-Jacobian product of the first gradient."""
     if "cotangent entropy" in arguments:
         return None
-    results = _results(arguments, [n for n in needed if n in (*_PRIMAL, *_COTANGENTS)])
+    results = results_of(arguments, [n for n in needed if n in (*_PRIMAL, *_COTANGENTS)])
     if not results:
         return {}
     seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
@@ -305,25 +313,30 @@ def _reverse_over_forward(
     primal = [n for n in needed if n in _PRIMAL]
     if primal:
         directions = _bare(_PRIMAL, arguments, "tangent")
-        results = _results(arguments, primal)
+        results = results_of(arguments, primal)
         out.update(_curvature(options, arguments, cotangents, directions, results))
     moving = tuple(n for n in _PRIMAL if f"tangent {n}" in needed)
     if moving:  # the tangent is linear in its direction
         given = {n: x for n, x in arguments.items() if n in INDEX}
         shapes = {n: tuple(arguments[f"tangent {n}"].shape) for n in moving}
-        pulled = _pullback(options, given, cotangents, moving, shapes)
+        pulled = pullback(options, given, cotangents, moving, shapes)
         out.update({f"tangent {n}": x for n, x in pulled.items()})
     return out
 
 
-def _pullback(
+def pullback(
     options: Options,
     arguments: Named,
     cotangents: Named,
     wanted: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    kept: Named | None = None,
 ) -> Arguments:
-    """Gradients of (mean, G, entropy) in the wanted arguments, of their shapes or of these."""
+    """Gradients of (mean, G, entropy) in the wanted arguments, of their shapes or of these.
+
+    `kept` holds the gradients of the sum of G over the queries, where they are known already.
+    """
     if "mean" not in cotangents:
         wanted = tuple(n for n in wanted if n != "value")
     if not wanted:
@@ -331,17 +344,23 @@ def _pullback(
     function = partial(formulas.pullback, rate=options.dropout, wanted=wanted)
     program = Program(
         function=with_scale(function, options.scale),
-        indices={**INDEX, **{"cotangent " + n: "i" for n in cotangents}},
+        indices={
+            **INDEX,
+            **{"cotangent " + n: "i" for n in cotangents},
+            **{"kept " + n: INDEX[n] for n in kept or {}},
+        },
         results=tuple(
             Result(n, INDEX[n], (shapes or {}).get(n, tuple(arguments[n].shape))) for n in wanted
         ),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
-        run=partial(_fused_backward, scale=options.scale),
+        run=partial(_fused_backward, scale=options.scale) if kept is None else _kept_gradient,
         pull=partial(_reverse_over_reverse, options=options),
         push=partial(_forward_over_reverse, options=options),
     )
-    return tile_sum(program, {**arguments, **{"cotangent " + n: c for n, c in cotangents.items()}})
+    given = {"cotangent " + n: c for n, c in cotangents.items()}
+    given |= {"kept " + n: x for n, x in (kept or {}).items()}
+    return tile_sum(program, {**arguments, **given})
 
 
 class _Attention(torch.autograd.Function):
@@ -375,13 +394,13 @@ class _Attention(torch.autograd.Function):
         )
         if not cotangents or not wanted:
             return (None,) * (2 + len(ctx.names))
-        out = _pullback(ctx.options, _Attention._saved(ctx), cotangents, wanted)
+        out = pullback(ctx.options, _Attention._saved(ctx), cotangents, wanted)
         return None, None, *(out.get(name) for name in ctx.names)
 
     @staticmethod
     def jvp(ctx: Any, *grads: Any) -> Any:
         tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
-        return tuple(_pushforward(ctx.options, _Attention._saved(ctx), tangents))
+        return tuple(pushforward(ctx.options, _Attention._saved(ctx), tangents))
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -28,8 +28,11 @@ INDEX = {
     "value": "j",
     "bias": "ij",
     "mask": "ij",
+    "query_tag": "i",
+    "key_tag": "j",
     "seed": "",
     "log_normalizer": "i",
+    "column_normalizer": "j",
     "mean": "i",
     "entropy": "i",
     "score_mean": "i",
@@ -68,8 +71,19 @@ def scores(tile: Tile, a: Arguments) -> Tensor:
         s_mn = tile.work.add(s_mn, a["bias"] * LOG2_E)
     if "mask" in a:
         s_mn = tile.work.masked_fill(s_mn, ~a["mask"], -math.inf)
+    if "query_tag" in a:
+        s_mn = tile.work.masked_fill(s_mn, _same_tag(a), -math.inf)
     outside = tile.band.hidden(tile.rows, tile.columns, s_mn.device)
     return s_mn if outside is None else tile.work.masked_fill(s_mn, outside, -math.inf)
+
+
+def _same_tag(a: Arguments) -> Tensor:
+    """True where a query and a key carry the same number in some column of their tags."""
+    query, key = a["query_tag"], a["key_tag"].mT
+    same = query[..., :1] == key[..., :1, :]
+    for c in range(1, query.shape[-1]):
+        same = same | (query[..., c : c + 1] == key[..., c : c + 1, :])
+    return same
 
 
 def log_weights(tile: Tile, a: Arguments) -> Tensor:
@@ -94,7 +108,7 @@ def dropped(tile: Tile, a: Arguments, rate: float, x_mn: Tensor) -> Tensor:
 
 def bounded(tile: Tile, a: Arguments, l_mn: Tensor) -> Tensor:
     """Logarithms kept finite where a key may have been removed: 0 * log 0 is 0."""
-    removed = "bias" in a or "mask" in a or not tile.band.open
+    removed = any(n in a for n in ("bias", "mask", "query_tag")) or not tile.band.open
     return tile.work.clamp_min(l_mn, FLOOR) if removed else l_mn
 
 
@@ -277,3 +291,83 @@ def moments(tile: Tile, a: Arguments) -> Arguments:
         return {"moments": torch.cat([p_mn @ torch.cat([ones, k_nd], -1), *pairs], -1)}
     pairs = [k_nd[..., i : i + 1] * k_nd[..., i:] for i in range(d)]
     return {"moments": p_mn @ torch.cat([ones, k_nd, *pairs], -1)}
+
+
+def coverage(tile: Tile, a: Arguments, *, mass: float) -> Arguments:
+    """How many of the largest weights it takes to hold `mass` of the whole (T21).
+
+    The tile spans all keys. Sums are compared with a little slack, so that nine equal weights of
+    ten do hold nine tenths.
+    """
+    l_mn = log_weights(tile, a)
+    visible = row_sum(l_mn > -math.inf).to(l_mn.dtype)
+    sums = tile.work.exp2(l_mn).sort(-1, descending=True).values.cumsum(-1)
+    total = sums[..., -1:]
+    slack = 64 * torch.finfo(sums.dtype).eps
+    short = (sums < total * (mass - slack)).sum(-1, keepdim=True)
+    count = (short + 1).masked_fill(total == 0, 0).to(sums.dtype)
+    return {"coverage": count, "visible": visible}
+
+
+def potential(tile: Tile, a: Arguments, *, shift: bool) -> Arguments:
+    """G and the gradient of its sum over the queries, on a tile that spans all keys.
+
+    dq = E[k],   dk = p' q
+    """
+    work = tile.work
+    s_mn = scores(tile, a)
+    peak = s_mn.new_zeros(1)
+    if shift:
+        peak = s_mn.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -math.inf, 0.0)
+        s_mn = work.sub(s_mn, peak)
+    p_mn = work.exp2(s_mn)
+    mass = row_sum(p_mn)
+    inverse = mass.reciprocal().masked_fill(mass == 0, 0.0)
+    return {
+        "log_normalizer": (peak + mass.log2()) / LOG2_E,  # -inf for a row without keys
+        "query": work.mul(work.matmul(p_mn, a["key"]), inverse),
+        "key": work.matmul(p_mn.mT, a["query"] * inverse),
+    }
+
+
+def masses(tile: Tile, a: Arguments) -> Arguments:
+    """Sums of exp(s) over the keys and over the queries; for scores known to be small."""
+    e_mn = tile.work.exp2(scores(tile, a))
+    return {"rows": row_sum(e_mn), "columns": e_mn.sum(-2, keepdim=True).mT}
+
+
+def _both_weights(tile: Tile, a: Arguments) -> tuple[Tensor, Tensor]:
+    """p(j|i) = exp(s_ij - G_i) over keys, and c(i|j) = exp(s_ij - H_j) over queries."""
+    work = tile.work
+    G, H = (
+        x.masked_fill(x == -math.inf, 0.0) * LOG2_E
+        for x in (a["log_normalizer"], a["column_normalizer"].mT)
+    )
+    s_mn = scores(tile, a)
+    return work.exp2(work.sub(s_mn, G, fresh=True)), work.exp2(work.sub(s_mn, H))
+
+
+def both_pullback(tile: Tile, a: Arguments) -> Arguments:
+    """Gradients of (G, H) for their cotangents g, h: of G over keys and of H over queries.
+
+    ds_ij = g_i p(j|i) + h_j c(i|j),   dq = ds k,   dk = ds' q
+    """
+    work = tile.work
+    p_mn, c_mn = _both_weights(tile, a)
+    ds_mn = work.mul(p_mn, a["cotangent log_normalizer"])
+    ds_mn = work.addcmul(ds_mn, c_mn, a["cotangent column_normalizer"].mT)
+    return {"query": work.matmul(ds_mn, a["key"]), "key": work.matmul(ds_mn.mT, a["query"])}
+
+
+def both_pushforward(tile: Tile, a: Arguments) -> Arguments:
+    """Tangents of (G, H) along score tangents t:  dG_i = sum_j p t,   dH_j = sum_i c t."""
+    work = tile.work
+    p_mn, c_mn = _both_weights(tile, a)
+    t_mn = score_tangent(tile, a, "tangent ")
+    if t_mn is None:
+        raise RuntimeError("a tangent of neither queries nor keys")
+    return {
+        "log_normalizer": row_sum(work.mul(p_mn, t_mn)),
+        "column_normalizer": work.mul(c_mn, t_mn).sum(-2, keepdim=True).mT,
+    }

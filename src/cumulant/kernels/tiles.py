@@ -31,7 +31,7 @@ from torch import Tensor
 from cumulant.kernels.eager import eager
 from cumulant.kernels.workspace import Workspace
 
-__all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum"]
+__all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum", "walk"]
 
 Named = Mapping[str, Tensor]
 Arguments = dict[str, Tensor]
@@ -184,22 +184,42 @@ def iterate(
             yield slices, piece, columns
 
 
+def walk(
+    arguments: Named,
+    indices: Mapping[str, str],
+    grid: tuple[int, int],
+    band: Band,
+    work: Workspace,
+    *,
+    area: int = 2**20,
+    whole_rows: bool = False,
+) -> Iterator[tuple[tuple[slice, ...], Iterator[tuple[Tile, Arguments]]]]:
+    """For each strip of queries its place, and its tiles with the arguments cut to them."""
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    if 0 in (*batch, *grid):
+        return
+
+    def tiles(
+        slices: tuple[slice, ...], rows: range, columns: list[range]
+    ) -> Iterator[tuple[Tile, Arguments]]:
+        for piece in columns:
+            if not band.excludes(rows, piece):
+                tile = Tile(slices, rows, piece, band, work)
+                work.begin()
+                yield tile, {name: tile.cut(indices[name], x) for name, x in arguments.items()}
+
+    for slices, rows, columns in iterate(batch, grid, area, whole_rows=whole_rows):
+        yield (*slices, slice(rows.start, rows.stop)), tiles(slices, rows, columns)
+
+
 def evaluate(program: Program, arguments: Named) -> Arguments:
     """Add up the program's contributions over all tiles (no gradient is recorded)."""
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     some = next(x for x in arguments.values() if x.is_floating_point())
     totals = {r.name: some.new_zeros(r.shape) for r in program.results}
-    if 0 in batch or 0 in program.grid:
-        return totals
-    tiles = iterate(batch, program.grid, program.area, whole_rows=program.whole_rows)
+    where = arguments, program.indices, program.grid, program.band
     with Workspace.lease(some) as work:
-        for slices, rows, columns in tiles:
-            for piece in columns:
-                if program.band.excludes(rows, piece):
-                    continue
-                tile = Tile(slices, rows, piece, program.band, work)
-                work.begin()
-                cut = {name: tile.cut(program.indices[name], x) for name, x in arguments.items()}
+        for _, tiles in walk(*where, work, area=program.area, whole_rows=program.whole_rows):
+            for tile, cut in tiles:
                 parts = program.function(tile, cut)
                 for result in program.results:
                     total = totals[result.name]
@@ -365,7 +385,7 @@ class _TileSum(torch.autograd.Function):
 
 def removes_keys(arguments: Named, band: Band) -> bool:
     """Whether some key may be hidden from some query."""
-    return "mask" in arguments or "bias" in arguments or not band.open
+    return any(n in arguments for n in ("mask", "bias", "query_tag")) or not band.open
 
 
 def has_nan(tensors: Iterable[Tensor]) -> bool:
@@ -382,8 +402,8 @@ def _without_garbage(program: Program, arguments: Named) -> Arguments:
 
     def cleaned(name: str, x: Tensor) -> Tensor:
         source = arguments.get("value" if "value" in name else "key")
-        if program.indices[name] != "j" or source is None:
-            return x
+        if program.indices[name] != "j" or source is None or x.shape[-1] != source.shape[-1]:
+            return x  # not a row of key or value: a tag, a column's normalizer
         return torch.where(source.isfinite(), x, 0.0)
 
     return {name: cleaned(name, x) for name, x in arguments.items()}

@@ -119,8 +119,8 @@ class Workspace:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, y, out=self._target(x, y))
 
-    def sub(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.sub(x, y, out=self._target(x, y))
+    def sub(self, x: Tensor, y: Tensor, *, fresh: bool = False) -> Tensor:
+        return torch.sub(x, y, out=self._target(x, y, fresh=fresh))
 
     def mul(self, x: Tensor, y: Tensor, *, fresh: bool = False) -> Tensor:
         return torch.mul(x, y, out=self._target(x, y, fresh=fresh))

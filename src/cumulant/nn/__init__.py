@@ -1,5 +1,6 @@
 """Layers."""
 
 from cumulant.nn.equilibrium import Equilibrium
+from cumulant.nn.hopfield import Association, Hopfield, HopfieldLookup, HopfieldPooling
 
-__all__ = ["Equilibrium"]
+__all__ = ["Association", "Equilibrium", "Hopfield", "HopfieldLookup", "HopfieldPooling"]

@@ -1,0 +1,24 @@
+"""Contrastive learning: the likelihood of the tilted family (THEORY T24)."""
+
+from cumulant.contrastive.chunks import encode_in_chunks
+from cumulant.contrastive.info_nce import Contrast, info_nce, nt_xent
+from cumulant.contrastive.queue import KeyQueue, Temperature
+from cumulant.contrastive.sampled import (
+    AliasSampler,
+    nce,
+    negative_sampling,
+    sampled_softmax,
+)
+
+__all__ = [
+    "AliasSampler",
+    "Contrast",
+    "KeyQueue",
+    "Temperature",
+    "encode_in_chunks",
+    "info_nce",
+    "nce",
+    "negative_sampling",
+    "nt_xent",
+    "sampled_softmax",
+]

@@ -1,0 +1,72 @@
+"""Encoding a batch that is larger than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.checks import whole
+from cumulant.errors import InputError
+
+__all__ = ["encode_in_chunks"]
+
+
+def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: int) -> Tensor:
+    """Encode chunk by chunk, and each chunk again in the backward pass.
+
+    This is GradCache (Gao et al., 2021) by checkpointing. Only one chunk's activations are held at
+    a time, in either direction, so a contrastive batch can be as large as its embeddings allow.
+    Values and gradients are those of one large batch as long as the encoder treats rows separately:
+    dropout is repeated exactly, but batch normalization sees a chunk for a batch (and, training,
+    sees each chunk twice).
+
+    Args:
+        encoder: a module or function.
+        inputs: a tensor, or a tuple or mapping of tensors that all have the batch in front; they
+            are passed on as ``encoder(x)``, ``encoder(*x)`` or ``encoder(**x)``.
+        chunk_size: rows at a time.
+
+    Returns:
+        Tensor ``(rows, ...)``: embeddings to use in any loss.
+
+    >>> import torch, cumulant as cm
+    >>> encoder, x = torch.nn.Linear(4, 2), torch.randn(10, 4)
+    >>> z = cm.contrastive.encode_in_chunks(encoder, x, 3)
+    >>> torch.allclose(z, encoder(x), atol=1e-6)
+    True
+    """
+    size = whole("encode_in_chunks", "chunk_size", chunk_size, 1)
+    if not callable(encoder):
+        raise InputError(
+            f"encode_in_chunks: encoder must be callable, not {type(encoder).__name__}."
+        )
+    names: list[str] = []
+    if isinstance(inputs, Mapping):
+        names = [str(n) for n in inputs]
+        tensors: list[Any] = list(inputs.values())
+    elif isinstance(inputs, Sequence):
+        tensors = list(inputs)
+    else:
+        tensors = [inputs]
+    lengths = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in tensors}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        told = ", ".join(
+            str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in tensors
+        )
+        raise InputError(
+            f"encode_in_chunks: inputs must be tensors with one number of rows, at least 1. Got "
+            f"{told or 'nothing'}."
+        )
+    checkpoint: Any = import_module("torch.utils.checkpoint").checkpoint
+
+    def encode(*parts: Tensor) -> Tensor:
+        return encoder(**dict(zip(names, parts, strict=True))) if names else encoder(*parts)
+
+    chunks = zip(*(x.split(size) for x in tensors), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([encode(*parts) for parts in chunks])
+    return torch.cat([checkpoint(encode, *parts, use_reentrant=False) for parts in chunks])

@@ -1,0 +1,310 @@
+"""`info_nce`: contrastive learning as the likelihood of the tilted family (THEORY T24)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cumulant.contrastive.inputs import (
+    excluded,
+    inverse_temperature,
+    is_self,
+    vectors,
+    weights,
+)
+from cumulant.contrastive.positives import Positives, positives_of
+from cumulant.errors import InputError
+from cumulant.kernels.attention import Options, attention
+from cumulant.kernels.merge import Shares, mix_entropy, shares
+from cumulant.kernels.potential import both_normalizers, log_normalizer
+
+__all__ = ["Contrast", "info_nce", "nt_xent"]
+
+Similarity = Literal["cosine", "dot"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """`info_nce` with its statistics, one of each for every anchor.
+
+    Attributes:
+        loss: reduced as asked for.
+        log_normalizer: G of the scores, log-weights included, ``(*batch, M)``.
+        entropy: of the weights over all keys that count, in nats.
+        effective_negatives: e to the entropy of the weights over the negatives alone: 1 if one
+            negative has all the weight, the number of negatives if they share it; 0 without any.
+    """
+
+    loss: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    effective_negatives: Tensor
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """A checked call: scores are <query, key> + bias, without the pairs that do not count."""
+
+    query: Tensor  # divided by the temperature
+    key: Tensor
+    positives: Positives
+    bias: Tensor | None
+    mask: Tensor | None
+    tags: tuple[Tensor, Tensor] | None
+
+    def arguments(self) -> dict[str, Tensor]:
+        out = {"query": self.query, "key": self.key}
+        if self.bias is not None:
+            out["bias"] = self.bias
+        if self.mask is not None:
+            out["mask"] = self.mask
+        if self.tags is not None:
+            out["query_tag"], out["key_tag"] = self.tags
+        rank = max(x.ndim for x in out.values())
+        return {n: x[(None,) * (rank - x.ndim)] for n, x in out.items()}
+
+    def positive(self) -> Tensor:
+        """The mean score of each anchor's positives, ``(*batch, M)``."""
+        score = (self.query * self.positives.center(self.key)).sum(-1)
+        if self.bias is None:
+            return score
+        column = self.bias.mT.expand(*self.key.shape[:-1], 1)
+        return score + self.positives.center(column)[..., 0]
+
+    def negatives(self) -> _Scores:
+        """The same call without the positives."""
+        tags = self.positives.tags()
+        if tags is not None:  # further keys, from a queue, are nobody's positives
+            tags = tags[0], _untagged(tags[1], self.key.shape[-2] - tags[1].shape[-2])
+        if tags is None:
+            if self.positives.mask is None:
+                raise RuntimeError("positives without tags have a mask")
+            hidden = ~self.positives.mask
+            more = self.key.shape[-2] - hidden.shape[-1]
+            hidden = torch.cat([hidden, hidden.new_ones(*hidden.shape[:-1], more)], -1)
+            mask = hidden if self.mask is None else self.mask & hidden
+            return _Scores(self.query, self.key, self.positives, self.bias, mask, self.tags)
+        return _Scores(
+            self.query, self.key, self.positives, self.bias, self.mask, _joined(self.tags, tags)
+        )
+
+
+def _joined(
+    first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    if first is None or second is None:
+        return first if second is None else second
+
+    def cat(a: Tensor, b: Tensor) -> Tensor:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, b)], -1)
+
+    return cat(first[0], second[0]), cat(first[1], second[1])
+
+
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    *,
+    positives: Tensor | None = None,
+    labels: Any = None,
+    temperature: float | Tensor = 0.07,
+    similarity: Similarity = "cosine",
+    symmetric: bool = False,
+    log_weights: Tensor | None = None,
+    exclude: Tensor | Literal["self"] | None = None,
+    queue: Tensor | None = None,
+    in_batch: bool = True,
+    reduction: Reduction = "mean",
+    details: bool = False,
+    group: Any = None,
+) -> Any:
+    """The contrastive loss -<q, k+>/t + G(q/t), exact, in linear memory, any derivative (T24).
+
+    It is the negative log-likelihood of the positive key under the measure over keys tilted by the
+    anchor, so its gradient in q is (E[k] - k+)/t. No matrix of anchors by keys is ever stored.
+
+    Args:
+        query: ``(*batch, M, d)``, the anchors.
+        key: ``(*batch, N, d)``.
+        positives: key numbers ``(*batch, M)``; ``(*batch, M, K)`` for several per anchor, -1 where
+            there are fewer; or a boolean mask ``(*batch, M, N)``. Key i belongs to anchor i if left
+            out. Several positives count alike: the mean of their losses, as in SupCon.
+        labels: whole numbers; keys of an anchor's label are its positives (linear in memory, where
+            a mask is not). One tensor if anchors and keys are the same points, otherwise
+            ``(labels of anchors, labels of keys)``.
+        temperature: t > 0, a number or a tensor with one entry (`Temperature` learns it).
+        similarity: "cosine" divides by the norms, "dot" takes the vectors as they are.
+        symmetric: the mean of this loss and that of the keys as anchors (CLIP), from the same
+            scores. Needs as many keys as anchors.
+        log_weights: ``(*batch, N)``, added to all scores of a key, the positive's included: logQ
+            correction is ``-log_probability``. With a queue also ``(*batch, N + Q)``.
+        exclude: pairs that do not count, such as false negatives: "self" for (i, i), key numbers
+            ``(*batch, M, K)`` with -1 for none, or a boolean mask ``(*batch, M, N)``, True = left
+            out. A positive cannot be left out.
+        queue: ``(Q, d)``, more negatives for every anchor, such as ``KeyQueue.keys``.
+        in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
+        reduction: "mean" over anchors, "sum" or "none".
+        details: also return G, entropy and effective number of negatives, at one more pass or two.
+        group: sharded keys; not available yet.
+
+    Returns:
+        The loss, or `Contrast` with `details`. float16 and bfloat16 are computed in float32.
+
+    Raises:
+        InputError: a temperature that is not positive, a zero vector under cosine, positives that
+            are missing, out of range or left out, an empty queue where it is all there is.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(8, 16)
+    >>> loss = cm.contrastive.info_nce(x, x + 0.1 * torch.randn(8, 16))
+    >>> logits = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(x).T / 0.07
+    >>> exact = torch.nn.functional.cross_entropy(logits, torch.arange(8))
+    >>> torch.allclose(cm.contrastive.info_nce(x, x), exact, atol=1e-5)
+    True
+    """
+    if group is not None:
+        raise InputError("info_nce: sharded keys (group=) are not available yet; leave it None.")
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f"info_nce: reduction must be mean, sum or none, not {reduction!r}.")
+    if symmetric and (log_weights is not None or queue is not None or not in_batch):
+        raise InputError(
+            "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
+            "in_batch=False have no meaning; call it twice, once for each side."
+        )
+    q, k, extra, kind = vectors(query, key, queue, similarity)
+    q = q * inverse_temperature(temperature, q)
+    given = positives_of("info_nce", positives, labels, q, k, not_self=is_self(exclude))
+    tags, mask = excluded(exclude, given, q, k)
+    bias, extra_bias = weights(log_weights, k, extra)
+    call = _Scores(q, k, given, bias, mask, tags)
+    if symmetric:
+        loss, normalizer = _both_sides(call)
+    elif in_batch:
+        positive = call.positive()
+        call = _with_queue(call, extra, extra_bias)
+        normalizer = log_normalizer(call.arguments())[..., 0]
+        loss = normalizer - positive
+    else:
+        return _against_queue(call, extra, extra_bias, reduction, details, kind)
+    out = _reduced(loss, reduction, kind)
+    if not details:
+        return out
+    entropy, _ = _entropy(call)
+    negative, mass = _entropy(call.negatives())
+    effective = negative.exp().masked_fill(mass == -math.inf, 0.0)
+    return Contrast(out, normalizer, entropy, effective)
+
+
+def nt_xent(first: Tensor, second: Tensor, temperature: float | Tensor = 0.5) -> Tensor:
+    """SimCLR's loss on two views of the same things: each of the 2n is an anchor for all others.
+
+    Args:
+        first, second: ``(n, d)``; row i of both shows the same thing.
+        temperature: as in `info_nce`.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(8, 16)
+    >>> bool(cm.contrastive.nt_xent(x, x) < cm.contrastive.nt_xent(x, x.flip(0)))
+    True
+    """
+    for name, x in (("first", first), ("second", second)):
+        if not isinstance(x, Tensor) or x.ndim != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"nt_xent: {name} must be a tensor of shape (n, d).")
+    if first.shape != second.shape:
+        raise InputError(
+            f"nt_xent: the views must have one shape, but have {tuple(first.shape)} and "
+            f"{tuple(second.shape)}."
+        )
+    both = torch.cat([first, second])
+    partner = torch.arange(len(both), device=both.device).roll(len(first))
+    return info_nce(both, both, positives=partner, temperature=temperature, exclude="self")
+
+
+def _with_queue(call: _Scores, queue: Tensor | None, bias: Tensor | None) -> _Scores:
+    """The same call with more negatives behind the keys; an empty queue adds none."""
+    if queue is None or queue.shape[-2] == 0:
+        return call
+    more = queue.shape[-2]
+    key = torch.cat([call.key, queue.expand(*call.key.shape[:-2], *queue.shape)], -2)
+    own = call.bias
+    if own is not None:
+        other = own.new_zeros(*own.shape[:-1], more) if bias is None else bias
+        own = torch.cat([own, other], -1)
+    mask, tags = call.mask, call.tags
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], call.key.shape[-2])
+        mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], more)], -1)
+    if tags is not None:
+        tags = (tags[0], _untagged(tags[1], more))
+    return _Scores(call.query, key, call.positives, own, mask, tags)
+
+
+def _untagged(tag: Tensor, more: int) -> Tensor:
+    """Tags of the keys, and for so many more one that no query has."""
+    return torch.cat([tag, tag.new_full((*tag.shape[:-2], more, tag.shape[-1]), -2)], -2)
+
+
+def _both_sides(call: _Scores) -> tuple[Tensor, Tensor]:
+    """The mean of the losses of anchors and keys, and G of the anchors."""
+    m, n = call.query.shape[-2], call.key.shape[-2]
+    if m != n or call.query.shape[:-2] != call.key.shape[:-2]:
+        raise InputError(
+            f"info_nce: symmetric needs as many keys as anchors, but got {tuple(call.query.shape)} "
+            f"and {tuple(call.key.shape)}."
+        )
+    G, H = (x[..., 0] for x in both_normalizers(call.arguments()))
+    back = (call.key * call.positives.reversed(n).center(call.query)).sum(-1)
+    return (G - call.positive() + H - back) / 2, G
+
+
+def _against_queue(
+    call: _Scores,
+    queue: Tensor | None,
+    bias: Tensor | None,
+    reduction: str,
+    details: bool,
+    kind: torch.dtype,
+) -> Tensor | Contrast:
+    """MoCo: each anchor against its own positive and the queue."""
+    if queue is None or queue.shape[-2] == 0:
+        raise InputError(
+            "info_nce: in_batch=False compares with the queue alone, but the queue is "
+            + ("missing." if queue is None else "empty; push some keys first.")
+        )
+    single = call.positives.index
+    if single is None or single.shape[-1] != 1:
+        raise InputError("info_nce: in_batch=False takes one positive for each anchor.")
+    if call.tags is not None or call.mask is not None:
+        raise InputError(
+            "info_nce: exclude is about keys of the batch; with in_batch=False leave it."
+        )
+    positive = call.positive()
+    against = _Scores(call.query, queue, call.positives, bias, None, None)
+    if not details:
+        rest = log_normalizer(against.arguments())[..., 0]
+        return _reduced(shares(positive, rest).log_normalizer - positive, reduction, kind)
+    negative, rest = _entropy(against)
+    split = shares(positive, rest)
+    entropy = mix_entropy(Shares(*split), torch.zeros_like(negative), negative)
+    loss = _reduced(split.log_normalizer - positive, reduction, kind)
+    return Contrast(loss, split.log_normalizer, entropy, negative.exp())
+
+
+def _entropy(call: _Scores) -> tuple[Tensor, Tensor]:
+    """Entropy of the weights and G, ``(*batch, M)``."""
+    named = call.arguments()
+    moments = attention({**named, "value": named["key"][..., :0]}, Options(entropy=True))
+    if moments.entropy is None:
+        raise RuntimeError("the kernel was asked for the entropy and did not return it")
+    return moments.entropy[..., 0], moments.log_normalizer[..., 0]
+
+
+def _reduced(loss: Tensor, reduction: str, kind: torch.dtype) -> Tensor:
+    out = loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+    return out.to(kind)

@@ -1,0 +1,173 @@
+"""What people pass to `info_nce`, checked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.contrastive.positives import Positives
+from cumulant.errors import InputError
+from cumulant.measures.checks import HALF, finite, require
+
+__all__ = ["excluded", "inverse_temperature", "is_self", "vectors", "weights"]
+
+
+def is_self(exclude: Any) -> bool:
+    """Whether an anchor is not to meet itself."""
+    return isinstance(exclude, str) and exclude == "self"
+
+
+def vectors(
+    query: Any, key: Any, queue: Any, similarity: str
+) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
+    """Anchors, keys and queue as the scores take them, and the dtype the caller had."""
+    if similarity not in ("cosine", "dot"):
+        raise InputError(f"info_nce: similarity must be cosine or dot, not {similarity!r}.")
+    given = {"query": query, "key": key}
+    if queue is not None:
+        given["queue"] = queue
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"info_nce: {name} must be a real tensor, not {what}.")
+        if x.ndim < 2 or x.shape[-1] != query.shape[-1]:
+            shapes = ", ".join(f"{n}={tuple(y.shape)}" for n, y in given.items())
+            raise InputError(
+                f"info_nce: query, key and queue must have shape (*batch, length, d) with one d. "
+                f"Got {shapes}."
+            )
+        if x.device != query.device:
+            raise InputError("info_nce: query, key and queue must be on one device.")
+    kind = query.dtype
+    for x in given.values():
+        kind = torch.promote_types(kind, x.dtype)
+    if 0 in query.shape or 0 in key.shape:
+        raise InputError(
+            f"info_nce: there must be anchors and keys; got query={tuple(query.shape)}, "
+            f"key={tuple(key.shape)}."
+        )
+    if key.ndim > 2 and key.shape[:-2] != query.shape[:-2]:
+        raise InputError(
+            f"info_nce: keys must have the batch of the anchors, or none, but have "
+            f"{tuple(key.shape[:-2])} against {tuple(query.shape[:-2])}."
+        )
+    if queue is not None and queue.ndim != 2:
+        raise InputError(f"info_nce: queue must have shape (Q, d), not {tuple(queue.shape)}.")
+    wide = torch.float32 if kind in HALF else kind
+    out: list[Tensor] = []
+    for name, x in given.items():
+        y = finite("info_nce", name, x.to(wide))
+        require(~y.isnan(), lambda name=name: f"info_nce: {name} holds NaN.")
+        if similarity == "cosine":
+            norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+            require(norm > 0, lambda name=name: _zero(name))
+            y = y / norm
+        out.append(y)
+    return out[0], out[1], out[2] if queue is not None else None, kind
+
+
+def _zero(name: str) -> str:
+    return (
+        f"info_nce: {name} holds a zero vector, which has no direction; leave it out, or use "
+        'similarity="dot".'
+    )
+
+
+def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
+    """1/t, of a number or a tensor with one entry."""
+    if isinstance(temperature, Tensor):
+        if temperature.numel() != 1 or not temperature.is_floating_point():
+            raise InputError(
+                "info_nce: a tensor temperature must be real and have one entry, but is "
+                f"{temperature.dtype} of shape {tuple(temperature.shape)}."
+            )
+        value = temperature.reshape(()).to(like.device, like.dtype)
+    else:
+        try:
+            value = float(temperature)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"info_nce: temperature must be a number, not {type(temperature).__name__}."
+            ) from None
+    good = torch.as_tensor(value)
+    require(
+        (good > 0) & good.isfinite(),
+        lambda: f"info_nce: temperature must be positive and finite, not {float(value):g}.",
+    )
+    return 1 / value
+
+
+def excluded(
+    exclude: Any, positives: Positives, query: Tensor, key: Tensor
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Pairs that do not count, as tags or as a mask of those that do."""
+    if exclude is None:
+        return None, None
+    m, n = query.shape[-2], key.shape[-2]
+    if not is_self(exclude) and not isinstance(exclude, Tensor):
+        raise InputError(
+            f'info_nce: exclude must be "self", key numbers or a boolean mask, not {exclude!r}.'
+        )
+    if isinstance(exclude, Tensor) and exclude.dtype == torch.bool:
+        left_out = exclude.to(query.device)
+        _shape("exclude", left_out, (*query.shape[:-2], m, n))
+        left_out = left_out[(None,) * (query.ndim - left_out.ndim)]
+        overlap = positives.meets(left_out)
+        tags, mask = None, ~left_out
+    else:
+        if isinstance(exclude, Tensor):
+            if exclude.is_floating_point() or exclude.is_complex():
+                raise InputError(f"info_nce: exclude must be whole numbers, not {exclude.dtype}.")
+            index = exclude.to(query.device).long()
+            index = index[:, None] if index.ndim == 1 else index
+            _shape("exclude", index, (*query.shape[:-2], m, index.shape[-1]))
+            require(
+                (index >= -1) & (index < n),
+                lambda: f"info_nce: exclude must lie between -1 (none) and {n - 1}.",
+            )
+        else:
+            index = torch.arange(m, device=query.device)[:, None]
+        overlap = positives.includes(index[(None,) * (query.ndim - index.ndim)]).any()
+        own = torch.arange(n, device=query.device)[:, None].expand(n, index.shape[-1])
+        tags, mask = (index, own), None
+    require(
+        ~overlap,
+        lambda: "info_nce: exclude leaves out a positive; a loss needs its positives.",
+    )
+    return tags, mask
+
+
+def _shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    try:
+        fits = torch.broadcast_shapes(x.shape, shape) == torch.Size(shape) and x.ndim >= 2
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InputError(
+            f"info_nce: {name} must have shape {shape}, or broadcast to it, but has "
+            f"{tuple(x.shape)}."
+        )
+
+
+def weights(
+    log_weights: Any, key: Tensor, queue: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Log-weights of the keys and of the queue, as rows ``(*batch, 1, N)``."""
+    if log_weights is None:
+        return None, None
+    if not isinstance(log_weights, Tensor) or not log_weights.is_floating_point():
+        raise InputError("info_nce: log_weights must be a real tensor, one entry for each key.")
+    n, more = key.shape[-2], 0 if queue is None else queue.shape[-2]
+    if log_weights.ndim < 1 or log_weights.shape[-1] not in (n, n + more):
+        raise InputError(
+            f"info_nce: log_weights must have {n} entries, one for each key"
+            + (f", or {n + more} with the queue" if more else "")
+            + f", but have shape {tuple(log_weights.shape)}."
+        )
+    if log_weights.ndim - 1 > key.ndim - 2:
+        raise InputError("info_nce: log_weights must not have more batch dimensions than the keys.")
+    rows = log_weights.to(key.device, key.dtype)[..., None, :]
+    require(rows.isfinite(), lambda: "info_nce: log_weights must be finite; to drop keys, exclude.")
+    return rows[..., :n], rows[..., n:] if rows.shape[-1] > n else None

@@ -1,0 +1,98 @@
+"""What contrastive training keeps between steps: keys of earlier batches, a temperature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cumulant.dynamics.checks import real, whole
+from cumulant.errors import InputError
+
+__all__ = ["KeyQueue", "Temperature"]
+
+
+class KeyQueue(nn.Module):
+    """The last `size` keys, oldest first out (MoCo; He et al., 2020).
+
+    ``keys`` holds those that are there, oldest first. Everything is in the state_dict, so a
+    checkpoint taken while the queue fills goes on where it was.
+
+    >>> import torch, cumulant as cm
+    >>> queue = cm.contrastive.KeyQueue(4, 2)
+    >>> queue.push(torch.ones(3, 2)); queue.push(torch.zeros(3, 2)); queue.keys[:, 0]
+    tensor([1., 0., 0., 0.])
+    """
+
+    stored: Tensor
+    pushed: Tensor
+
+    def __init__(self, size: int, dimension: int) -> None:
+        super().__init__()
+        rows = whole("KeyQueue", "size", size, 1)
+        width = whole("KeyQueue", "dimension", dimension, 1)
+        self.register_buffer("stored", torch.zeros(rows, width))
+        self.register_buffer("pushed", torch.zeros((), dtype=torch.long))
+
+    def extra_repr(self) -> str:
+        return f"{self.stored.shape[0]}, {self.stored.shape[1]}, filled={len(self)}"
+
+    def __len__(self) -> int:
+        return min(int(self.pushed), self.stored.shape[0])
+
+    @property
+    def keys(self) -> Tensor:
+        """``(filled, d)``, oldest first; a copy, without gradient."""
+        size, start = self.stored.shape[0], int(self.pushed) % self.stored.shape[0]
+        if len(self) < size:
+            return self.stored[: len(self)].clone()
+        return torch.cat([self.stored[start:], self.stored[:start]])
+
+    @torch.no_grad()
+    def push(self, keys: Tensor) -> None:
+        """Add ``(n, d)``; the oldest leave. Of more than `size`, the last stay."""
+        size, width = self.stored.shape
+        given: Any = keys
+        if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != width:
+            came = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise InputError(f"KeyQueue.push: keys must have shape (n, {width}), not {came}.")
+        if not bool(given.isfinite().all()):
+            raise InputError("KeyQueue.push: keys must be finite; nothing was added.")
+        count = given.shape[0]
+        skipped = max(0, count - size)
+        last = given.detach().to(self.stored)[skipped:]
+        first = int(self.pushed) + skipped
+        at = torch.arange(first, first + len(last), device=self.stored.device) % size
+        self.stored[at] = last
+        self.pushed += count
+
+
+class Temperature(nn.Module):
+    """A temperature that is learned, as its logarithm: positive whatever the optimizer does.
+
+    Args:
+        start: where it begins; CLIP's 0.07.
+        least: it is held at or above this; CLIP's 0.01.
+
+    >>> import torch, cumulant as cm
+    >>> temperature = cm.contrastive.Temperature()
+    >>> x = torch.randn(8, 16)
+    >>> cm.contrastive.info_nce(x, x, temperature=temperature()).backward()
+    >>> temperature.log_value.grad is not None
+    True
+    """
+
+    def __init__(self, start: float = 0.07, *, least: float = 0.01) -> None:
+        super().__init__()
+        self.least = real("Temperature", "least", least, least=0.0, open_at_least=True)
+        value = real("Temperature", "start", start, least=self.least)
+        self.log_value = nn.Parameter(torch.tensor(math.log(value)))
+
+    def extra_repr(self) -> str:
+        return f"{float(self.log_value.detach().exp()):.4g}, least={self.least:g}"
+
+    def forward(self) -> Tensor:
+        """The temperature, with gradient."""
+        return self.log_value.clamp_min(math.log(self.least)).exp()

@@ -1,0 +1,51 @@
+"""Memories as safetensors files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+
+__all__ = ["read", "write"]
+
+_FORMAT = {"format": "cumulant.memory", "version": "1"}
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors beside the target, then move them there: a file is whole or not there."""
+    target = Path(path)
+    if not target.parent.is_dir() or target.is_dir():
+        raise InputError(f"save: cannot write a file at {target}; is its folder there?")
+    save: Any = import_module("safetensors.torch").save_file
+    part = target.with_name(target.name + ".part")
+    try:
+        save({n: x.contiguous() for n, x in tensors.items()}, str(part), metadata=_FORMAT)
+        os.replace(part, target)
+    except OSError as error:
+        raise InputError(f"save: cannot write {target}: {error}.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str], device: str | torch.device) -> dict[str, Tensor]:
+    """Tensors of a file that `write` made."""
+    package: Any = import_module("safetensors")
+    source = Path(path)
+    if not source.is_file():
+        raise InputError(f"load: there is no file {source}.")
+    try:
+        with package.safe_open(str(source), framework="pt", device=str(device)) as file:
+            told = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (package.SafetensorError, OSError) as error:
+        raise InputError(f"load: {source} is no safetensors file ({error}).") from None
+    if told.get("format") != _FORMAT["format"] or not {"patterns", "beta"} <= tensors.keys():
+        raise InputError(f"load: {source} was not written by Memory.save.")
+    return tensors

@@ -1,0 +1,124 @@
+"""The classical Hopfield network and linear attention: memories of one matrix (THEORY T22)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.measures.checks import finite, numbers, require
+from cumulant.memory.dense import Retrieval
+from cumulant.memory.retrieval import plan, settle
+
+__all__ = ["ClassicalMemory", "LinearMemory"]
+
+
+class LinearMemory:
+    """Unnormalized linear attention: xi <- sum_i x_i <x_i, xi> / d, read from one matrix (T22).
+
+    Patterns add up in ``weights`` = X'X / d; nothing normalizes and nothing separates them, so
+    beyond a few patterns what comes back is a blend.
+
+    Args:
+        patterns: ``(N, d)``.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]])
+    >>> cm.memory.LinearMemory(x).retrieve(torch.tensor([[1.0, 1.0, 0.0, 0.0]])).state
+    tensor([[ 0.5000,  0.5000, -0.5000, -0.5000]])
+    """
+
+    _owner = "LinearMemory"
+
+    def __init__(self, patterns: Tensor) -> None:
+        x = finite(self._owner, "patterns", numbers(self._owner, patterns=patterns)[0]["patterns"])
+        if x.ndim != 2 or 0 in x.shape:
+            raise InputError(
+                f"{self._owner}: patterns must have shape (N, d), but have {tuple(x.shape)}."
+            )
+        self.patterns = x
+        self.weights = x.mT @ x / x.shape[-1]
+
+    def __len__(self) -> int:
+        return self.patterns.shape[0]
+
+    def energy(self, state: Tensor) -> Tensor:
+        """-<xi, W xi> / 2, ``(*batch, Q)``: the quadratic energy, not bounded below in xi."""
+        xi = self._states("energy", state)
+        return -((xi @ self.weights) * xi).sum(-1) / 2
+
+    def retrieve(
+        self, state: Tensor, steps: int | None = None, tol: float | None = None
+    ) -> Retrieval:
+        """Update the states `steps` times, or until each moves by at most `tol`."""
+        most, tol = plan("retrieve", steps, tol)
+        xi = self._states("retrieve", state)
+        flat = xi.reshape(-1, xi.shape[-1])
+        found = settle(self._update, flat, most, tol, separate=True)
+        rest = found.change <= (0.0 if tol is None else tol)
+        rows = xi.shape[:-1]
+
+        def ask(name: str) -> Tensor:
+            if name == "energy":
+                return self.energy(found.state).reshape(rows)
+            if name == "index":
+                return (found.state @ self.patterns.mT).argmax(-1).reshape(rows)
+            return found.state.reshape(xi.shape)
+
+        return Retrieval(
+            found.state.reshape(xi.shape), found.steps.reshape(rows), rest.reshape(rows), ask
+        )
+
+    def _update(self, xi: Tensor) -> Tensor:
+        return xi @ self.weights
+
+    def _states(self, owner: str, state: Tensor) -> Tensor:
+        xi = finite(owner, "state", numbers(owner, state=state)[0]["state"])
+        d = self.patterns.shape[-1]
+        if xi.ndim < 1 or xi.shape[-1] != d:
+            raise InputError(
+                f"{owner}: state must have shape (..., {d}), but has {tuple(xi.shape)}."
+            )
+        return xi.to(self.patterns.dtype)
+
+
+class ClassicalMemory(LinearMemory):
+    """The classical Hopfield network: linear attention, then the sign (T22).
+
+    xi <- sign(W xi) with W = X'X / d without diagonal; where W xi is zero a unit keeps its sign. It
+    holds about 0.14 d random patterns. Updating one unit after the other (`asynchronous`) never
+    raises the energy; updating all at once is faster, and can end in a cycle of two states.
+
+    Args:
+        patterns: ``(N, d)`` of -1 and 1.
+        asynchronous: one step goes through the units in turn.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.tensor([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]])
+    >>> bad = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]])
+    >>> bool((cm.memory.ClassicalMemory(x).retrieve(bad).state == x).all())
+    True
+    """
+
+    _owner = "ClassicalMemory"
+
+    def __init__(self, patterns: Tensor, *, asynchronous: bool = False) -> None:
+        super().__init__(patterns)
+        require(
+            self.patterns.abs() == 1,
+            lambda: "ClassicalMemory: patterns must be -1 or 1; use x.sign() if 0 does not occur.",
+        )
+        self.weights = self.weights - torch.diag(self.weights.diagonal())
+        self.asynchronous = asynchronous
+
+    def _update(self, xi: Tensor) -> Tensor:
+        if not self.asynchronous:
+            return _sign(xi @ self.weights, xi)
+        out = xi.clone()
+        for unit in range(xi.shape[-1]):
+            out[..., unit] = _sign(out @ self.weights[:, unit], out[..., unit])
+        return out
+
+
+def _sign(field: Tensor, before: Tensor) -> Tensor:
+    return torch.where(field == 0, before.sign(), field.sign())

@@ -1,0 +1,92 @@
+"""Repeating an update until each query has come to rest: memories and Hopfield layers share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.dynamics.checks import real, whole
+
+__all__ = ["Settled", "energy", "plan", "settle"]
+
+MOST_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where the queries came to, the state before each one's last update, how it went."""
+
+    state: Tensor
+    before: Tensor
+    steps: Tensor
+    change: Tensor
+
+
+def plan(owner: str, steps: Any, tol: Any) -> tuple[int, float | None]:
+    """(steps at most, tol): one step if neither is given, up to 1000 if only `tol` is."""
+    if tol is not None:
+        tol = real(owner, "tol", tol, least=0.0)
+    if steps is None:
+        steps = 1 if tol is None else MOST_STEPS
+    return whole(owner, "steps", steps, 0), tol
+
+
+def settle(
+    update: Callable[[Tensor], Tensor],
+    state: Tensor,
+    steps: int,
+    tol: float | None,
+    *,
+    separate: bool,
+) -> Settled:
+    """Update `steps` times, or each row until its change in Euclidean norm is at most `tol`.
+
+    A row that has come to rest stays as it is. `separate` says that rows of ``(Q, d)`` can be
+    updated without the others, so that those at rest cost nothing.
+    """
+    rows = state.shape[:-1]
+    before = state
+    count = torch.zeros(rows, dtype=torch.long, device=state.device)
+    change = state.new_full(rows, torch.inf)
+    if tol is None:
+        for _ in range(steps):
+            before, state = state, update(state)
+        if steps:
+            change = torch.linalg.vector_norm((state - before).detach(), dim=-1)
+        return Settled(state, before, count + steps, change)
+    for _ in range(steps):
+        moving = change > tol
+        if not bool(moving.any()):
+            break
+        if separate:
+            (where,) = moving.nonzero(as_tuple=True)
+            old = state[where]
+            new = update(old)
+            before = before.index_copy(0, where, old)
+            state = state.index_copy(0, where, new)
+            moved = torch.linalg.vector_norm((new - old).detach(), dim=-1)
+            change = change.index_copy(0, where, moved)
+        else:
+            new = update(state)
+            moved = torch.linalg.vector_norm((new - state).detach(), dim=-1)
+            before = torch.where(moving[..., None], state, before)
+            state = torch.where(moving[..., None], new, state)
+            change = torch.where(moving, moved, change)
+        count = count + moving
+    return Settled(state, before, count, change)
+
+
+def energy(
+    state: Tensor, log_normalizer: Tensor, log_count: Tensor, beta: Tensor, largest: Tensor
+) -> Tensor:
+    """E = -G/beta + |state|^2 / 2 + log(N)/beta + M^2 / 2 >= 0 (T19), rows of ``(*batch, Q)``.
+
+    Rounding can take a value that is nearly zero below it; it is lifted, and its gradient kept.
+    """
+    square = (state * state).sum(-1)
+    value = (log_count - log_normalizer) / beta + (square + largest * largest) / 2
+    return value + (-value).detach().clamp_min(0.0)

@@ -1,0 +1,480 @@
+"""Hopfield layers: association of two sets, pooling, lookup (THEORY T19, after Ramsauer et al.)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cumulant.attention import attend, scaled_dot_product_attention
+from cumulant.dynamics.checks import real, whole
+from cumulant.errors import InputError
+from cumulant.memory.retrieval import Settled, energy, plan, settle
+
+__all__ = ["Association", "Hopfield", "HopfieldLookup", "HopfieldPooling"]
+
+
+@dataclass(frozen=True)
+class _Space:
+    """States and stored patterns of every head, ``(batch, heads, length, features)``."""
+
+    state: Tensor
+    stored: Tensor
+    value: Tensor
+    beta: Tensor
+    mask: Tensor | None
+
+    def read(self, state: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+        """softmax(beta state stored') value."""
+        return scaled_dot_product_attention(
+            state * self.beta, self.stored, value, self.mask, dropout_p=dropout, scale=1.0
+        )
+
+
+class Association:
+    """What a Hopfield layer did; ``state`` and ``energy`` cost another pass when asked for.
+
+    Attributes:
+        output: ``(batch, L, output size)``.
+        steps: ``(batch, heads, L)``, how many associations it took.
+    """
+
+    def __init__(self, output: Tensor, space: _Space, found: Settled) -> None:
+        self.output = output
+        self.steps = found.steps + 1
+        self._space, self._found = space, found
+
+    @cached_property
+    def state(self) -> Tensor:
+        """Where the last association takes the states, ``(batch, heads, L, head size)``."""
+        return self._space.read(self._found.state, self._space.stored)
+
+    @cached_property
+    def energy(self) -> Tensor:
+        """The energy of `state`, ``(batch, heads, L)``; never negative."""
+        s = self._space
+        a = attend(self.state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
+        nothing = torch.zeros_like(self.state[..., :1])
+        count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)
+        largest = torch.linalg.vector_norm(s.stored, dim=-1).amax(-1, keepdim=True)
+        G, log_count = a.log_normalizer, count.log_normalizer
+        return energy(self.state, G, log_count, s.beta[..., 0], largest)
+
+
+class Hopfield(nn.Module):
+    """Association of states with stored patterns: a modern Hopfield network as a layer (T19).
+
+    State patterns (queries) move to softmax(beta state stored') stored, `steps` times; the last of
+    the associations reads values instead of stored patterns. One step is multi-head attention. All
+    of it runs on the streaming kernels: linear memory, every derivative.
+
+    Args:
+        state_size: features of the states.
+        stored_size, value_size: of the stored patterns and of what is read, `state_size` and
+            `stored_size` if left out.
+        heads: how many Hopfield spaces.
+        head_size: features of each; state_size / heads if left out.
+        read_size: features that each head reads; `head_size` if left out.
+        output_size: `state_size` if left out.
+        beta: inverse temperature, a number or one for each head; 1/sqrt(head_size) if left out.
+        learn_beta: make it a parameter, kept positive by its logarithm.
+        steps: associations in all, exactly so many; with `tol` the most there may be.
+        tol: a state at rest, having moved by at most this in Euclidean norm, stays.
+        norm_state, norm_stored, norm_value: layer norms of the inputs.
+        norm_space: layer norm of projected states and stored patterns in each head.
+        project_state, project_stored, project_value, project_output: linear maps; without one, the
+            input is every head's as it is (`head_size` or `read_size` features), and the output is
+            the heads side by side.
+        value_through_stored: project values as stored patterns first.
+        bias: biases in the linear maps.
+        bias_pattern: store one more pattern and value that are learned.
+        zero_pattern: store one more pattern that is zero, with value zero: a state may associate
+            with nothing.
+        dropout: of the weights that read the values.
+
+    >>> import torch, cumulant as cm
+    >>> layer = cm.nn.Hopfield(32, heads=4, steps=3)
+    >>> states, stored = torch.randn(2, 5, 32), torch.randn(2, 100, 32)
+    >>> layer(states, stored).shape, layer.associate(states, stored).energy.shape
+    (torch.Size([2, 5, 32]), torch.Size([2, 4, 5]))
+    """
+
+    def __init__(
+        self,
+        state_size: int,
+        *,
+        stored_size: int | None = None,
+        value_size: int | None = None,
+        heads: int = 1,
+        head_size: int | None = None,
+        read_size: int | None = None,
+        output_size: int | None = None,
+        beta: float | Tensor | None = None,
+        learn_beta: bool = False,
+        steps: int | None = None,
+        tol: float | None = None,
+        norm_state: bool = True,
+        norm_stored: bool = True,
+        norm_value: bool = True,
+        norm_space: bool = False,
+        project_state: bool = True,
+        project_stored: bool = True,
+        project_value: bool = True,
+        project_output: bool = True,
+        value_through_stored: bool = False,
+        bias: bool = True,
+        bias_pattern: bool = False,
+        zero_pattern: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        me = type(self).__name__
+        sizes = [whole(me, "state_size", state_size, 1)]
+        for name, given, other in (
+            ("stored_size", stored_size, 0),
+            ("value_size", value_size, 1),
+        ):
+            sizes.append(sizes[other] if given is None else whole(me, name, given, 1))
+        self.state_size, self.stored_size, self.value_size = sizes
+        self.heads = whole(me, "heads", heads, 1)
+        self.head_size = _head_size(me, self, head_size, project_state, project_stored)
+        plain = self.head_size if project_value else self.value_size
+        self.read_size = plain if read_size is None else whole(me, "read_size", read_size, 1)
+        if not project_value and self.read_size != self.value_size:
+            raise InputError(
+                f"{me}: without a projection of the values, read_size is value_size, "
+                f"{self.value_size}, not {read_size}."
+            )
+        joined = self.heads * self.read_size
+        given = state_size if output_size is None else whole(me, "output_size", output_size, 1)
+        self.output_size = given if project_output else joined
+        if not project_output and output_size not in (None, joined):
+            raise InputError(
+                f"{me}: without a projection of the output, output_size is heads * read_size, "
+                f"{joined}, not {output_size}."
+            )
+        self.steps, self.tol = plan(me, steps, tol)
+        if self.steps == 0:
+            raise InputError(f"{me}: steps must be at least 1; the last of them reads the values.")
+        self.dropout = real(me, "dropout", dropout, least=0.0, most=1.0)
+
+        self.norm_state = nn.LayerNorm(self.state_size) if norm_state else None
+        self.norm_stored = nn.LayerNorm(self.stored_size) if norm_stored else None
+        self.norm_value = nn.LayerNorm(self.value_size) if norm_value else None
+        self.norm_space = nn.LayerNorm(self.head_size) if norm_space else None
+
+        def linear(wanted: bool, inputs: int, outputs: int) -> nn.Linear | None:
+            return nn.Linear(inputs, outputs, bias=bias) if wanted else None
+
+        width = self.heads * self.head_size
+        self.project_state = linear(project_state, self.state_size, width)
+        self.project_stored = linear(project_stored, self.stored_size, width)
+        if value_through_stored and (self.project_stored is None or not project_value):
+            raise InputError(f"{me}: value_through_stored needs project_stored and project_value.")
+        if value_through_stored and self.value_size != self.stored_size:
+            raise InputError(
+                f"{me}: value_through_stored needs values like stored patterns, but value_size is "
+                f"{self.value_size} and stored_size {self.stored_size}."
+            )
+        self.value_through_stored = value_through_stored
+        source = width if value_through_stored else self.value_size
+        self.project_value = linear(project_value, source, joined)
+        self.project_output = linear(project_output, joined, self.output_size)
+        self.bias_stored = self.bias_value = None
+        if bias_pattern:
+            self.bias_stored = nn.Parameter(torch.empty(self.heads, 1, self.head_size))
+            self.bias_value = nn.Parameter(torch.empty(self.heads, 1, self.read_size))
+        self.zero_pattern = zero_pattern
+        start = 1 / math.sqrt(self.head_size) if beta is None else beta
+        self.log_beta: Tensor
+        log_beta = _log_beta(me, start, self.heads)
+        if learn_beta:
+            self.log_beta = nn.Parameter(log_beta)
+        else:
+            self.register_buffer("log_beta", log_beta)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights as `torch.nn.MultiheadAttention` does: Xavier uniform, biases zero."""
+        for layer in (
+            self.project_state,
+            self.project_stored,
+            self.project_value,
+            self.project_output,
+        ):
+            if layer is not None:
+                nn.init.xavier_uniform_(layer.weight)
+                if layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                    nn.init.zeros_(layer.bias)
+        for row in (self.bias_stored, self.bias_value):
+            if row is not None:
+                nn.init.normal_(row, std=0.02)
+        for norm in (self.norm_state, self.norm_stored, self.norm_value, self.norm_space):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, head_size={self.head_size}, steps={self.steps}, tol={self.tol}"
+
+    @property
+    def beta(self) -> Tensor:
+        """The inverse temperature of each head, ``(heads,)``."""
+        return self.log_beta.exp()
+
+    def forward(
+        self,
+        state: Tensor,
+        stored: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Associate ``(batch, L, state_size)`` with ``(batch, S, stored_size)``.
+
+        Args:
+            state: the states.
+            stored: the stored patterns; the states themselves if left out.
+            value: ``(batch, S, value_size)``, what is read; `stored` if left out.
+            mask: True where a state may associate, or added to the scores; broadcasts to
+                ``(batch, heads, L, S)``, so padding ``(batch, S)`` goes in as
+                ``~padded[:, None, None, :]``.
+
+        Returns:
+            Tensor ``(batch, L, output_size)``.
+        """
+        return self.associate(state, stored, value, mask=mask).output
+
+    def associate(
+        self,
+        state: Tensor,
+        stored: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Association:
+        """`forward`, with the states of every head, their energy and the number of steps."""
+        space = self._space(state, stored, value, mask)
+        # The last association reads the values, so one fewer moves the states.
+        found = settle(
+            lambda x: space.read(x, space.stored),
+            space.state,
+            self.steps - 1,
+            self.tol,
+            separate=False,
+        )
+        heads = space.read(found.state, space.value, self.dropout if self.training else 0.0)
+        output = heads.transpose(-3, -2).flatten(-2)
+        if self.project_output is not None:
+            output = self.project_output(output)
+        return Association(output, space, found)
+
+    def _space(
+        self, state: Tensor, stored: Tensor | None, value: Tensor | None, mask: Tensor | None
+    ) -> _Space:
+        stored = state if stored is None else stored
+        value = stored if value is None else value
+        for name, x, size in (
+            ("state", state, self.state_size),
+            ("stored", stored, self.stored_size),
+            ("value", value, self.value_size),
+        ):
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != size:  # pyright: ignore[reportUnnecessaryIsInstance]
+                came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(
+                    f"{type(self).__name__}: {name} must have shape (batch, length, {size}), not "
+                    f"{came}. One example goes in as x[None]."
+                )
+        if stored.shape[:-1] != value.shape[:-1] or state.shape[0] != stored.shape[0]:
+            raise InputError(
+                f"{type(self).__name__}: stored and value must have one batch and length, and "
+                f"state the same batch, but have {tuple(stored.shape)}, {tuple(value.shape)} and "
+                f"{tuple(state.shape)}."
+            )
+        q = self._heads(state, self.norm_state, self.project_state, self.head_size)
+        k = self._heads(stored, self.norm_stored, self.project_stored, self.head_size)
+        if self.value_through_stored and self.project_stored is not None:
+            x = value if self.norm_value is None else self.norm_value(value)
+            v = self._heads(self.project_stored(x), None, self.project_value, self.read_size)
+        else:
+            v = self._heads(value, self.norm_value, self.project_value, self.read_size)
+        if self.norm_space is not None:
+            q, k = self.norm_space(q), self.norm_space(k)
+        more = 0
+        if self.bias_stored is not None and self.bias_value is not None:
+            k, v = _append(k, self.bias_stored), _append(v, self.bias_value)
+            more += 1
+        if self.zero_pattern:
+            k, v = (_append(x, x.new_zeros(self.heads, 1, x.shape[-1])) for x in (k, v))
+            more += 1
+        if mask is not None and more:
+            if mask.ndim < 2 or mask.shape[-1] not in (1, stored.shape[1]):
+                raise InputError(
+                    f"{type(self).__name__}: mask must broadcast to (batch, heads, L, S), but has "
+                    f"shape {tuple(mask.shape)}."
+                )
+            mask = mask.expand(*mask.shape[:-1], stored.shape[1])
+            visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
+            mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
+        return _Space(q, k, v, self.beta.to(q.dtype)[:, None, None], mask)
+
+    def _heads(
+        self, x: Tensor, norm: nn.LayerNorm | None, project: nn.Linear | None, size: int
+    ) -> Tensor:
+        """``(batch, heads, length, size)``; an input that is not projected serves every head."""
+        x = x if norm is None else norm(x)
+        if project is None:
+            return x[:, None].expand(-1, self.heads, -1, -1)
+        return project(x).unflatten(-1, (self.heads, size)).transpose(-3, -2)
+
+
+def _append(x: Tensor, row: Tensor) -> Tensor:
+    return torch.cat([x, row.to(x.dtype).expand(x.shape[0], *row.shape)], -2)
+
+
+def _head_size(me: str, layer: Hopfield, given: Any, state: bool, stored: bool) -> int:
+    fixed = {
+        size
+        for projected, size in ((state, layer.state_size), (stored, layer.stored_size))
+        if not projected
+    }
+    if len(fixed) > 1:
+        raise InputError(
+            f"{me}: without projections, states and stored patterns must have one size, but have "
+            f"{layer.state_size} and {layer.stored_size}."
+        )
+    if given is not None:
+        size = whole(me, "head_size", given, 1)
+    elif fixed:
+        size = next(iter(fixed))
+    elif layer.state_size % layer.heads:
+        raise InputError(
+            f"{me}: state_size {layer.state_size} is not a multiple of {layer.heads} heads; give "
+            "head_size."
+        )
+    else:
+        size = layer.state_size // layer.heads
+    if fixed and size not in fixed:
+        raise InputError(
+            f"{me}: without a projection, head_size is the input's {next(iter(fixed))}, not {size}."
+        )
+    return size
+
+
+def _log_beta(me: str, beta: Any, heads: int) -> Tensor:
+    x = torch.as_tensor(beta, dtype=torch.get_default_dtype()).detach().clone()
+    if x.ndim > 1 or x.numel() not in (1, heads):
+        raise InputError(
+            f"{me}: beta must be a number or one for each of {heads} heads, but has shape "
+            f"{tuple(x.shape)}."
+        )
+    if not bool(((x > 0) & x.isfinite()).all()):
+        raise InputError(f"{me}: beta must be positive and finite.")
+    return x.expand(heads).log().clone()
+
+
+class HopfieldPooling(Hopfield):
+    """Pooling by learned states: a set of any length becomes `quantity` vectors.
+
+    Args:
+        input_size: features of the set's members.
+        quantity: how many states.
+        learn_states: False leaves them as they were drawn.
+        options: of `Hopfield`.
+
+    >>> import torch, cumulant as cm
+    >>> cm.nn.HopfieldPooling(32, quantity=2, heads=4)(torch.randn(8, 100, 32)).shape
+    torch.Size([8, 2, 32])
+    """
+
+    def __init__(
+        self, input_size: int, *, quantity: int = 1, learn_states: bool = True, **options: Any
+    ) -> None:
+        options = {"stored_size": input_size, **options}
+        super().__init__(input_size, **options)
+        count = whole("HopfieldPooling", "quantity", quantity, 1)
+        states = torch.empty(count, self.state_size)
+        self.states = nn.Parameter(states, requires_grad=learn_states)
+        nn.init.normal_(self.states, std=0.02)
+
+    def associate(
+        self,
+        state: Tensor,
+        stored: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Association:
+        """Pool ``(batch, S, input_size)``, given first; `value` may differ from it."""
+        if stored is not None:
+            raise InputError(
+                "HopfieldPooling takes the set, and values by name: layer(x, value=v)."
+            )
+        count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
+        states = self.states.expand(count, -1, -1)
+        return super().associate(states, state, value, mask=mask)
+
+
+class HopfieldLookup(Hopfield):
+    """Lookup in learned patterns: the layer's own memory, the same for every input.
+
+    Args:
+        input_size: features of the states that come in.
+        quantity: how many patterns are stored.
+        learn_patterns: False leaves them as they were drawn.
+        separate_values: values of their own; otherwise the patterns are read (projected apart).
+        learn_values: False leaves those as they were drawn.
+        options: of `Hopfield`.
+
+    >>> import torch, cumulant as cm
+    >>> cm.nn.HopfieldLookup(32, quantity=100, heads=4)(torch.randn(8, 5, 32)).shape
+    torch.Size([8, 5, 32])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        *,
+        quantity: int = 1,
+        learn_patterns: bool = True,
+        separate_values: bool = False,
+        learn_values: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_size, **options)
+        count = whole("HopfieldLookup", "quantity", quantity, 1)
+        if not separate_values and self.value_size != self.stored_size:
+            raise InputError(
+                f"HopfieldLookup: a value_size of {self.value_size} beside a stored_size of "
+                f"{self.stored_size} needs separate_values=True."
+            )
+        self.patterns = nn.Parameter(
+            torch.empty(count, self.stored_size), requires_grad=learn_patterns
+        )
+        self.values = None
+        if separate_values:
+            self.values = nn.Parameter(
+                torch.empty(count, self.value_size), requires_grad=learn_values
+            )
+        for rows in (self.patterns, self.values):
+            if rows is not None:
+                nn.init.normal_(rows, std=0.02)
+
+    def associate(
+        self,
+        state: Tensor,
+        stored: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+    ) -> Association:
+        """Look up ``(batch, L, input_size)``."""
+        if stored is not None or value is not None:
+            raise InputError("HopfieldLookup has its own patterns and values; pass states alone.")
+        count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
+        patterns = self.patterns.expand(count, -1, -1)
+        values = None if self.values is None else self.values.expand(count, -1, -1)
+        return super().associate(state, patterns, values, mask=mask)
