@@ -26,7 +26,9 @@ def test_readme_snippets_run_in_order():
     assert second.isfinite().all()
 
 
-@pytest.mark.parametrize("page", ["measures", "dynamics"])
+@pytest.mark.parametrize(
+    "page", ["measures", "dynamics", "memory", "contrastive", "coming-from-hflayers"]
+)
 def test_guides_run_in_order(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

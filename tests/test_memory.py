@@ -161,3 +161,86 @@ def test_dynamics_are_linear_in_the_points():
         [sys.executable, "-c", DYNAMICS, "16384", "16"], capture_output=True, text=True, check=True
     )
     assert json.loads(out.stdout) < 250
+
+
+STORES = """
+import json, sys
+import torch
+import cumulant as cm
+
+torch.set_num_threads(2)
+C = cm.contrastive
+
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(x.split()[1]) / 1024 for x in f if x.startswith(field))
+
+def work(kind, n, d):
+    q, k = (torch.randn(n, d, requires_grad=True) for _ in range(2))
+    if kind == "info_nce":
+        return lambda: C.info_nce(q, k).backward()
+    if kind == "symmetric":
+        return lambda: C.info_nce(q, k, symmetric=True).backward()
+    if kind == "labels":
+        labels = torch.arange(n) % 10
+        return lambda: C.info_nce(q, q, labels=labels, exclude="self").backward()
+    if kind == "details":
+        return lambda: C.info_nce(q.detach(), k.detach(), details=True)
+    if kind == "double backward":
+        def twice():
+            g = torch.autograd.grad(C.info_nce(q, k), (q, k), create_graph=True)
+            torch.autograd.grad(sum((x**2).sum() for x in g), (q, k))
+        return twice
+    if kind == "classify":
+        return lambda: cm.memory.classify(q, k)
+    if kind == "separation":
+        return lambda: cm.Memory(q.detach()).separation()
+    if kind == "chunks":
+        N = torch.nn
+        net = N.Sequential(N.Linear(d, 4096), N.Tanh(), N.Linear(4096, 8))
+        return lambda: C.encode_in_chunks(net, q, 128).sum().backward()
+    memory = cm.Memory(torch.randn(n, d), beta=0.2)
+    state = memory.patterns[:256] + 0.3 * torch.randn(256, d)[: len(memory)]
+    def retrieve():
+        found = memory.retrieve(state)
+        assert (found.index == torch.arange(len(state))).all()
+        assert (found.energy >= 0).all()
+    return retrieve
+
+kind, n, d = sys.argv[1], *map(int, sys.argv[2:])
+work(kind, 300, d)()
+run = work(kind, n, d)
+before = status("VmRSS")
+run()
+print(json.dumps(status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+@pytest.mark.parametrize(
+    ("kind", "n", "d", "limit"),
+    [
+        # N x N would be 1024 MB in single precision, and cross-entropy holds three of them.
+        ("info_nce", 16384, 64, 130),
+        ("symmetric", 16384, 64, 130),
+        ("labels", 16384, 64, 130),
+        ("details", 16384, 64, 100),
+        ("classify", 16384, 16, 130),
+        ("separation", 16384, 16, 60),
+        # N x N would be 256 MB, and second derivatives would hold several.
+        ("double backward", 8192, 64, 200),
+        # The hidden layer of the whole batch would be 256 MB, and tanh keeps its output.
+        ("chunks", 16384, 16, 60),
+        # Scores of one batch of queries would be 1000 MB.
+        ("a million patterns", 1_000_000, 128, 200),
+    ],
+)
+def test_memory_and_contrast_never_hold_all_pairs(kind, n, d, limit):
+    out = subprocess.run(
+        [sys.executable, "-c", STORES, kind, str(n), str(d)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown = json.loads(out.stdout)
+    assert grown < limit, grown

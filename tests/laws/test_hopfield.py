@@ -221,7 +221,7 @@ class TestClassical:
     def test_dense_holds_far_more_than_classical_and_linear(self):
         d, counts = 32, [4, 400, 4000]
         rates = {
-            name: cm.memory.recall(make, d, counts).rate
+            name: cm.memory.recall(make, d, counts, steps=1 if name == "linear" else 20).rate
             for name, make in {
                 "dense": lambda x: cm.Memory(x, beta=1.0),
                 "classical": cm.memory.ClassicalMemory,
@@ -231,6 +231,10 @@ class TestClassical:
         assert rates["dense"][2] > 0.9
         assert rates["classical"][1] < 0.05
         assert rates["linear"][1] < 0.05
+
+    def test_linear_overflow_is_an_error(self):
+        with pytest.raises(cm.InputError, match="fewer steps"):
+            cm.memory.LinearMemory(torch.ones(1000, 4)).retrieve(torch.ones(1, 4), 60)
 
     def test_bad_input(self):
         with pytest.raises(cm.InputError, match="-1 or 1"):

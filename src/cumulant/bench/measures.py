@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant.bench.memory import growth
+from cumulant.bench.peak import growth
 from cumulant.bench.timing import Row, interleave, row
 from cumulant.errors import InputError
 from cumulant.kernels.attention import attention

@@ -85,6 +85,34 @@ def dynamics(
     _measure("dynamics", title, run, rounds, quick, as_json, output)
 
 
+@bench.command()
+def memory(
+    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+) -> None:
+    """Retrieval against torch's attention and a Hopfield layer in plain torch.
+
+    About two minutes; --quick takes ten seconds.
+    """
+    from cumulant.bench.memory import run
+
+    title = "What retrieval costs"
+    _measure("memory", title, run, rounds, quick, as_json, output)
+
+
+@bench.command()
+def contrastive(
+    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+) -> None:
+    """The contrastive loss against cross-entropy on the full matrix.
+
+    About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.
+    """
+    from cumulant.bench.contrastive import run
+
+    title = "What the contrastive loss costs"
+    _measure("contrastive", title, run, rounds, quick, as_json, output)
+
+
 def _measure(
     name: str,
     title: str,

@@ -228,7 +228,7 @@ def _tell_apart(
     """-log sigmoid of the target's logit - sum of log sigmoid of minus the draws' logits."""
     drawn = sampler.sample(len(query), samples, generator=generator)
     at = torch.cat([target[:, None], drawn], -1)
-    logits = torch.einsum("md,mkd->mk", query, table[at])
+    logits = (query[:, None] * F.embedding(at, table)).sum(-1)
     if offset is not None:
         logits = logits - offset(at)
     return F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).sum(-1)

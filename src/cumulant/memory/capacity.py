@@ -124,12 +124,12 @@ def recall(
         counts: how many patterns to store, one run each.
         flips: share of the entries that change sign.
         overlap: a query counts if the cosine with its own pattern is at least this.
-        steps: updates.
+        steps: updates; 1 is best for `LinearMemory`, which grows with each.
         queries: patterns asked for in each run.
 
     >>> import cumulant as cm
     >>> dense = cm.memory.recall(lambda x: cm.Memory(x, beta=1.0), 32, [10, 1000])
-    >>> linear = cm.memory.recall(cm.memory.LinearMemory, 32, [10, 1000])
+    >>> linear = cm.memory.recall(cm.memory.LinearMemory, 32, [10, 1000], steps=1)
     >>> dense.rate[1] > 0.9, linear.rate[1]
     (True, 0.0)
     """

@@ -50,11 +50,22 @@ class LinearMemory:
     def retrieve(
         self, state: Tensor, steps: int | None = None, tol: float | None = None
     ) -> Retrieval:
-        """Update the states `steps` times, or until each moves by at most `tol`."""
+        """Update the states `steps` times, or until each moves by at most `tol`.
+
+        Nothing bounds linear attention: every step multiplies by up to the largest eigenvalue of
+        ``weights``. States that leave the range of their numbers are an error.
+        """
         most, tol = plan("retrieve", steps, tol)
         xi = self._states("retrieve", state)
         flat = xi.reshape(-1, xi.shape[-1])
         found = settle(self._update, flat, most, tol, separate=True)
+        require(
+            found.state.isfinite(),
+            lambda: (
+                f"retrieve: the states left the range of {xi.dtype}; linear attention multiplies "
+                "them in every step. Take fewer steps, or normalize in between."
+            ),
+        )
         rest = found.change <= (0.0 if tol is None else tol)
         rows = xi.shape[:-1]
 
