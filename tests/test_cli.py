@@ -43,6 +43,17 @@ def test_bench_as_json_and_as_a_page(tmp_path):
     assert "| (1, 8, 1024, 64) | JVP, all tangents |" in page.read_text()
 
 
+@pytest.mark.parametrize("name", ["memory", "contrastive"])
+def test_bench_of_stores(name, tmp_path):
+    page = tmp_path / "page.md"
+    out = run("bench", name, "--quick", "--rounds", "1", "--json", "-o", str(page))
+    assert out.returncode == 0
+    rows = json.loads(out.stdout)["rows"]
+    assert rows
+    assert all(row["ratio"] > 0 for row in rows)
+    assert rows[0]["quantity"] in page.read_text()
+
+
 def test_bench_measures(tmp_path):
     page = tmp_path / "page.md"
     out = run("bench", "measures", "--quick", "--rounds", "1", "--json", "-o", str(page))

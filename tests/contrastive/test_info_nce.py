@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from pytorch_metric_learning import losses
 from torch.nn import functional as F
 
 import cumulant as cm
@@ -159,7 +160,7 @@ def test_scores_far_out_of_range_of_exp(symmetric):
 
 
 class TestAgainstPytorchMetricLearning:
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    losses = losses
 
     def test_nt_xent(self):
         a, b = randn(10, 5, grad=False), randn(10, 5, grad=False)
@@ -248,6 +249,16 @@ def test_gradient_in_the_query_is_mean_key_minus_positive():
     )
     weights = (q @ k.T / 0.5).softmax(-1)
     torch.testing.assert_close(g, (weights @ k - k) / 0.5)
+
+
+def test_content_addressing_of_neural_turing_machines():
+    """Graves et al. (2014): softmax of b cos(k, M_i), sharpened by a power g, is G at g b."""
+    key, memory = randn(1, 5, grad=False), randn(7, 5, grad=False)
+    weights = (3.0 * F.cosine_similarity(key, memory)).softmax(-1)
+    sharpened = weights**2.5 / (weights**2.5).sum()
+    every = key.expand(7, 5)
+    each = info_nce(every, memory, temperature=1 / (2.5 * 3.0), reduction="none")
+    torch.testing.assert_close((-each).exp(), sharpened)
 
 
 def test_batches_and_shared_keys():
@@ -389,3 +400,30 @@ def test_symmetric_needs_a_positive_on_both_sides():
         info_nce(x, y, positives=torch.zeros(4).long(), symmetric=True)
     with pytest.raises(cm.InputError, match="as many keys"):
         info_nce(x, torch.randn(5, 3), symmetric=True)
+
+
+@pytest.mark.parametrize("form", ["index", "mask", "labels"])
+def test_a_key_that_nobody_claims(form):
+    """From the keys' side it would have no positive: an error, not NaN."""
+    pairs = torch.tensor([1, 1, 2, 3])
+    options = {
+        "index": {"positives": pairs},
+        "mask": {"positives": F.one_hot(pairs, 4).bool()},
+        "labels": {"labels": (torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2]))},
+    }[form]
+    info_nce(x, y, **options)
+    with pytest.raises(cm.InputError, match="seen from the keys"):
+        info_nce(x, y, symmetric=True, **options)
+
+
+def test_self_is_left_out_where_labels_of_the_two_sides_differ():
+    q, k = randn(4, 3, grad=False), randn(4, 3, grad=False)
+    mine, theirs = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    ours = info_nce(q, k, labels=(mine, theirs), exclude="self", similarity="dot")
+    scores = (q @ k.T / 0.07).fill_diagonal_(-math.inf)
+    pairs = (mine[:, None] == theirs) & ~torch.eye(4).bool()
+    share = pairs.double() / pairs.sum(1, keepdim=True)
+    logs = scores.log_softmax(1).masked_fill(~pairs, 0.0)
+    torch.testing.assert_close(ours, -(share * logs).sum(1).mean())
+    with pytest.raises(cm.InputError, match="anchors and 3 keys"):
+        info_nce(q, k[:3], labels=(mine, theirs[:3]), exclude="self")

@@ -66,16 +66,19 @@ def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
-    shapes = [(512, 2048, 64)] if quick else [(4096, 16384, 64), (16384, 4096, 128)]
-    total = 5 * (rounds + 1) * len(shapes) + (0 if quick else 1)
+    few = max(3, rounds // 2)
+    shapes = [(4096, 16384, 64, rounds), (16384, 4096, 128, rounds), (16384, 16384, 64, few)]
+    if quick:
+        shapes = [(512, 2048, 64, rounds)]
+    total = sum(5 * (r + 1) for *_, r in shapes) + (0 if quick else 1)
     rows: list[Row] = []
-    for q, n, d in shapes:
+    for q, n, d, repeats in shapes:
         label = f"{q} in {n} x {d}"
 
         def told(what: str, label: str = label) -> None:
             tick(f"{label}: {what}", total)
 
-        seconds = interleave(_retrieval(q, n, d), rounds=rounds, tick=told)
+        seconds = interleave(_retrieval(q, n, d), rounds=repeats, tick=told)
         rows.append(row(seconds, label, "retrieve", "F.sdpa", 1.1))
         rows.append(row(seconds, label, "retrieve", "plain torch", 1 / 3))
         rows.append(row(seconds, label, "retrieve, 3 steps", "plain torch, 3 steps", 1 / 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from cumulant.contrastive.inputs import (
     vectors,
     weights,
 )
-from cumulant.contrastive.positives import Positives, positives_of
+from cumulant.contrastive.positives import Listed, Masked, Positives, positives_of
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Shares, mix_entropy, shares
@@ -77,28 +77,22 @@ class _Scores:
         return score + self.positives.center(column)[..., 0]
 
     def negatives(self) -> _Scores:
-        """The same call without the positives."""
-        tags = self.positives.tags()
-        if tags is not None:  # further keys, from a queue, are nobody's positives
-            tags = tags[0], _untagged(tags[1], self.key.shape[-2] - tags[1].shape[-2])
-        if tags is None:
-            if self.positives.mask is None:
-                raise RuntimeError("positives without tags have a mask")
-            hidden = ~self.positives.mask
-            more = self.key.shape[-2] - hidden.shape[-1]
-            hidden = torch.cat([hidden, hidden.new_ones(*hidden.shape[:-1], more)], -1)
-            mask = hidden if self.mask is None else self.mask & hidden
-            return _Scores(self.query, self.key, self.positives, self.bias, mask, self.tags)
-        return _Scores(
-            self.query, self.key, self.positives, self.bias, self.mask, _joined(self.tags, tags)
-        )
+        """The same call without the positives; further keys, from a queue, are nobody's."""
+        if isinstance(self.positives, Masked):
+            others = ~self.positives.mask
+            more = self.key.shape[-2] - others.shape[-1]
+            others = torch.cat([others, others.new_ones(*others.shape[:-1], more)], -1)
+            mask = others if self.mask is None else self.mask & others
+            return replace(self, mask=mask)
+        anchors, keys = self.positives.tags()
+        keys = _untagged(keys, self.key.shape[-2] - keys.shape[-2])
+        return replace(self, tags=_joined(self.tags, (anchors, keys)))
 
 
-def _joined(
-    first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor] | None:
-    if first is None or second is None:
-        return first if second is None else second
+def _joined(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]) -> Any:
+    """Tags side by side: equal in any column is hidden."""
+    if first is None:
+        return second
 
     def cat(a: Tensor, b: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -242,7 +236,7 @@ def _with_queue(call: _Scores, queue: Tensor | None, bias: Tensor | None) -> _Sc
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], more)], -1)
     if tags is not None:
         tags = (tags[0], _untagged(tags[1], more))
-    return _Scores(call.query, key, call.positives, own, mask, tags)
+    return replace(call, key=key, bias=own, mask=mask, tags=tags)
 
 
 def _untagged(tag: Tensor, more: int) -> Tensor:
@@ -259,7 +253,7 @@ def _both_sides(call: _Scores) -> tuple[Tensor, Tensor]:
             f"and {tuple(call.key.shape)}."
         )
     G, H = (x[..., 0] for x in both_normalizers(call.arguments()))
-    back = (call.key * call.positives.reversed(n).center(call.query)).sum(-1)
+    back = (call.key * call.positives.reversed().center(call.query)).sum(-1)
     return (G - call.positive() + H - back) / 2, G
 
 
@@ -277,8 +271,8 @@ def _against_queue(
             "info_nce: in_batch=False compares with the queue alone, but the queue is "
             + ("missing." if queue is None else "empty; push some keys first.")
         )
-    single = call.positives.index
-    if single is None or single.shape[-1] != 1:
+    single = call.positives
+    if not isinstance(single, Listed) or single.index.shape[-1] != 1:
         raise InputError("info_nce: in_batch=False takes one positive for each anchor.")
     if call.tags is not None or call.mask is not None:
         raise InputError(

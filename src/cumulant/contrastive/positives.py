@@ -12,159 +12,171 @@ from cumulant.errors import InputError
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
 from cumulant.measures.checks import require
 
-__all__ = ["Positives", "positives_of"]
+__all__ = ["Labeled", "Listed", "Masked", "Positives", "positives_of"]
+
+
+# What every form of positives can do:
+#   center(key)      the mean of each anchor's positive keys, (*batch, M, d): SupCon's weighting
+#   reversed()       the same pairs with keys for anchors; every key must have one
+#   includes(index)  whether key index[..., i, k] is a positive of anchor i; -1 never is
+#   meets(mask)      whether any positive pair is True in a mask (*batch, M, N)
+#   tags()           numbers that anchors share with their positives alone (not of a mask)
+
+
+def _expand(x: Tensor, batch: torch.Size, kept: int) -> Tensor:
+    return x.expand(*batch, *x.shape[x.ndim - kept :])
 
 
 @dataclass(frozen=True)
-class Positives:
-    """Pairs (anchor, key) that belong together, in one of three forms, each linear in memory.
+class Listed:
+    """By number: ``index`` ``(*batch, M, K)`` of `keys` keys, -1 where an anchor has fewer."""
 
-    index: ``(*batch, M, K)``, numbers of keys, -1 where an anchor has fewer;
-    labels: ``((*batch, M), (*batch, N))``, pairs of equal labels, without (i, i) if `not_self`;
-    mask: ``(*batch, M, N)``, True for a pair: as large as its maker made it.
-
-    `rows` turns the index form around: so many keys are the anchors, and the entries of the index
-    say which of them each query belongs to.
-    """
-
+    index: Tensor
     keys: int
-    index: Tensor | None = None
-    rows: int | None = None
-    labels: tuple[Tensor, Tensor] | None = None
-    not_self: bool = False
-    mask: Tensor | None = None
 
     def center(self, key: Tensor) -> Tensor:
-        """The mean of each anchor's positive keys, ``(*batch, M, d)``: SupCon's weighting."""
-        if self.index is not None:
-            return _gather(key, self.index) if self.rows is None else _spread(key, self)
-        if self.labels is not None:
-            return _class_mean(key, *self.labels, not_self=self.not_self)
-        if self.mask is None:
-            raise RuntimeError("no form of positives")
-        return _mask_mean(key, self.mask)
+        batch = torch.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
+        there = self.index >= 0
+        at = _expand(self.index.clamp_min(0), batch, 2).flatten(-2)[..., None]
+        rows = _expand(key, batch, 2).gather(-2, at.expand(*batch, -1, key.shape[-1]))
+        rows = rows.unflatten(-2, self.index.shape[-2:])
+        if self.index.shape[-1] == 1:
+            return rows[..., 0, :]
+        return (rows * there[..., None]).sum(-2) / there.sum(-1, keepdim=True)
 
-    def reversed(self, keys: int) -> Positives:
-        """The same pairs seen from `keys` keys."""
-        if self.index is not None:
-            return Positives(keys, index=self.index, rows=keys)
-        if self.labels is not None:
-            return Positives(keys, labels=(self.labels[1], self.labels[0]), not_self=self.not_self)
-        return Positives(keys, mask=None if self.mask is None else self.mask.mT)
+    def reversed(self) -> Listed:
+        return _Claimed(self.index, self.keys)
 
     def includes(self, index: Tensor) -> Tensor:
-        """Whether key ``index[..., i, k]`` is a positive of anchor i; -1 never is."""
-        there = index >= 0
-        at = index.clamp_min(0)
-        if self.index is not None:
-            same = (self.index[..., None] == at[..., None, :]).any(-2)
-        elif self.labels is not None:
-            mine, theirs = self.labels
-            batch = torch.broadcast_shapes(theirs.shape[:-1], at.shape[:-2])
-            flat = at.expand(*batch, *at.shape[-2:]).flatten(-2)
-            found = theirs.expand(*batch, -1).gather(-1, flat).unflatten(-1, at.shape[-2:])
-            same = found == mine[..., None]
-            if self.not_self:
-                own = torch.arange(mine.shape[-1], device=at.device)[:, None]
-                same = same & (at != own)
-        elif self.mask is not None:
-            batch = torch.broadcast_shapes(self.mask.shape[:-2], at.shape[:-2])
-            mask = self.mask.expand(*batch, *self.mask.shape[-2:])
-            same = mask.gather(-1, at.expand(*batch, *at.shape[-2:]))
-        else:
-            raise RuntimeError("no form of positives")
-        return same & there
+        same = self.index[..., None] == index[..., None, :]
+        return same.any(-2) & (index >= 0)
 
     def meets(self, mask: Tensor) -> Tensor:
-        """Whether any positive pair is True in a mask ``(*batch, M, N)``."""
-        if self.index is not None:
-            batch = torch.broadcast_shapes(self.index.shape[:-2], mask.shape[:-2])
-            at = self.index.expand(*batch, *self.index.shape[-2:])
-            hit = mask.expand(*batch, *mask.shape[-2:]).gather(-1, at.clamp_min(0))
-            return (hit & (at >= 0)).any()
-        if self.labels is not None:
-            pairs = self.labels[0][..., :, None] == self.labels[1][..., None, :]
-            return (pairs & mask).any()
-        if self.mask is None:
-            raise RuntimeError("no form of positives")
+        batch = torch.broadcast_shapes(self.index.shape[:-2], mask.shape[:-2])
+        at = _expand(self.index, batch, 2)
+        return (_expand(mask, batch, 2).gather(-1, at.clamp_min(0)) & (at >= 0)).any()
+
+    def tags(self) -> tuple[Tensor, Tensor]:
+        own = torch.arange(self.keys, device=self.index.device)[:, None]
+        return self.index, own.expand(self.keys, self.index.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Claimed(Listed):
+    """`Listed` from the other side: the keys are the anchors, and the index says whose each is."""
+
+    def center(self, key: Tensor) -> Tensor:
+        batch = torch.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
+        at = _expand(self.index, batch, 2)
+        there = (at >= 0)[..., None]
+        rows = (_expand(key, batch, 2)[..., None, :] * there).flatten(-3, -2)
+        at = at.clamp_min(0).flatten(-2)[..., None]
+        sums = rows.new_zeros(*batch, self.keys, rows.shape[-1])
+        sums = sums.scatter_add(-2, at.expand_as(rows), rows)
+        ones = there.flatten(-3, -2).to(rows.dtype)
+        counts = ones.new_zeros(*batch, self.keys, 1).scatter_add(-2, at, ones)
+        _all_have(_OTHER_SIDE, counts[..., 0] > 0)
+        return sums / counts
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """By label: numbers from 0 on of the anchors ``(*batch, M)`` and of the keys ``(*batch, N)``.
+
+    `not_self` leaves the pairs (i, i) out.
+    """
+
+    anchors: Tensor
+    keys: Tensor
+    not_self: bool
+
+    def center(self, key: Tensor) -> Tensor:
+        """Sums over classes, then one row for each anchor: linear however many share a label."""
+        batch = torch.broadcast_shapes(key.shape[:-2], self.keys.shape[:-1])
+        key = _expand(key, batch, 2)
+        classes = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
+        at = _expand(self.keys, batch, 1)[..., None]
+        sums = key.new_zeros(*batch, classes, key.shape[-1])
+        sums = sums.scatter_add(-2, at.expand(key.shape), key)
+        ones = torch.ones_like(key[..., :1])
+        counts = ones.new_zeros(*batch, classes, 1).scatter_add(-2, at, ones)
+        mine = _expand(self.anchors, batch, 1)[..., None]
+        total = sums.gather(-2, mine.expand(*mine.shape[:-1], key.shape[-1]))
+        count = counts.gather(-2, mine)
+        if self.not_self:
+            own = _expand(self.anchors == self.keys, batch, 1)[..., None]
+            total, count = total - own * key, count - own.to(count.dtype)
+        return total / count
+
+    def reversed(self) -> Labeled:
+        other = Labeled(self.keys, self.anchors, self.not_self)
+        _all_have(_OTHER_SIDE, other.present())
+        return other
+
+    def present(self) -> Tensor:
+        """Which anchors have a positive."""
+        size = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
+        counts = self.keys.new_zeros((*self.keys.shape[:-1], size))
+        counts = counts.scatter_add(-1, self.keys, torch.ones_like(self.keys))
+        others = counts.gather(-1, self.anchors)
+        return others - (self.anchors == self.keys).long() > 0 if self.not_self else others > 0
+
+    def includes(self, index: Tensor) -> Tensor:
+        batch = torch.broadcast_shapes(self.keys.shape[:-1], index.shape[:-2])
+        at = _expand(index.clamp_min(0), batch, 2)
+        found = _expand(self.keys, batch, 1).gather(-1, at.flatten(-2)).unflatten(-1, at.shape[-2:])
+        same = (found == self.anchors[..., None]) & (index >= 0)
+        if self.not_self:
+            same = same & (at != torch.arange(at.shape[-2], device=at.device)[:, None])
+        return same
+
+    def meets(self, mask: Tensor) -> Tensor:
+        return ((self.anchors[..., :, None] == self.keys[..., None, :]) & mask).any()
+
+    def tags(self) -> tuple[Tensor, Tensor]:
+        return self.anchors[..., None], self.keys[..., None]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """By mask: ``(*batch, M, N)``, True for a pair; as large as its maker made it."""
+
+    mask: Tensor
+
+    def center(self, key: Tensor) -> Tensor:
+        """The mean over the True entries of each row, tile by tile."""
+
+        def function(_: Tile, a: Arguments) -> Arguments:
+            return {"center": (a["mask"].to(a["key"].dtype) * a["weight"]) @ a["key"]}
+
+        m, n = self.mask.shape[-2:]
+        batch = torch.broadcast_shapes(key.shape[:-2], self.mask.shape[:-2])
+        program = Program(
+            function=function,
+            indices={"mask": "ij", "key": "j", "weight": "i"},
+            results=(Result("center", "i", (*batch, m, key.shape[-1])),),
+            grid=(m, n),
+        )
+        weight = self.mask.sum(-1, keepdim=True).to(key.dtype).reciprocal()
+        key = key[(None,) * (self.mask.ndim - key.ndim)]
+        return tile_sum(program, {"mask": self.mask, "key": key, "weight": weight})["center"]
+
+    def reversed(self) -> Masked:
+        _all_have(_OTHER_SIDE, self.mask.any(-2))
+        return Masked(self.mask.mT)
+
+    def includes(self, index: Tensor) -> Tensor:
+        batch = torch.broadcast_shapes(self.mask.shape[:-2], index.shape[:-2])
+        at = _expand(index, batch, 2)
+        return _expand(self.mask, batch, 2).gather(-1, at.clamp_min(0)) & (at >= 0)
+
+    def meets(self, mask: Tensor) -> Tensor:
         return (self.mask & mask).any()
 
-    def tags(self) -> tuple[Tensor, Tensor] | None:
-        """Numbers that anchors share with their positives alone; None for a mask."""
-        if self.index is not None:
-            width = self.index.shape[-1]
-            own = torch.arange(self.keys, device=self.index.device)[:, None]
-            return self.index, own.expand(self.keys, width)
-        if self.labels is not None:
-            return self.labels[0][..., None], self.labels[1][..., None]
-        return None
 
+Positives = Listed | Labeled | Masked
 
-def _gather(key: Tensor, index: Tensor) -> Tensor:
-    batch = torch.broadcast_shapes(key.shape[:-2], index.shape[:-2])
-    key = key.expand(*batch, *key.shape[-2:])
-    there = index >= 0
-    at = index.clamp_min(0).expand(*batch, *index.shape[-2:])
-    flat = at.reshape(*batch, -1, 1).expand(*batch, -1, key.shape[-1])
-    rows = key.gather(-2, flat).unflatten(-2, index.shape[-2:])
-    if index.shape[-1] == 1:
-        return rows[..., 0, :]
-    rows = rows * there[..., None]
-    return rows.sum(-2) / there.sum(-1, keepdim=True)
-
-
-def _spread(query: Tensor, positives: Positives) -> Tensor:
-    """For each key the mean of the queries that it is a positive of."""
-    index, n = positives.index, positives.rows
-    if index is None or n is None:
-        raise RuntimeError("only the index form is turned around")
-    batch = torch.broadcast_shapes(query.shape[:-2], index.shape[:-2])
-    at = index.expand(*batch, *index.shape[-2:])
-    there = (at >= 0)[..., None]
-    rows = (query.expand(*batch, *query.shape[-2:])[..., None, :] * there).flatten(-3, -2)
-    at = at.clamp_min(0).flatten(-2)[..., None]
-    sums = rows.new_zeros(*batch, n, rows.shape[-1]).scatter_add(-2, at.expand_as(rows), rows)
-    ones = there.flatten(-3, -2).to(rows.dtype)
-    counts = ones.new_zeros(*batch, n, 1).scatter_add(-2, at, ones)
-    require(
-        counts > 0,
-        lambda: _missing("info_nce: seen from the keys (symmetric)", (counts > 0)[..., 0]),
-    )
-    return sums / counts
-
-
-def _class_mean(key: Tensor, anchors: Tensor, labels: Tensor, *, not_self: bool) -> Tensor:
-    """Sums over classes, then one row for each anchor: linear however many share a label."""
-    mine, theirs, m = anchors, labels, anchors.shape[-1]
-    classes = int(torch.maximum(mine.max(), theirs.max())) + 1
-    batch = torch.broadcast_shapes(key.shape[:-2], theirs.shape[:-1])
-    key = key.expand(*batch, *key.shape[-2:])
-    at = theirs.expand(*batch, -1)[..., None].expand(key.shape)
-    sums = key.new_zeros(*batch, classes, key.shape[-1]).scatter_add(-2, at, key)
-    ones = torch.ones_like(key[..., :1])
-    counts = ones.new_zeros(*batch, classes, 1).scatter_add(-2, at[..., :1], ones)
-    at = mine.expand(*batch, -1)[..., None]
-    total = sums.gather(-2, at.expand(*batch, m, key.shape[-1]))
-    count = counts.gather(-2, at)
-    return (total - key) / (count - 1) if not_self else total / count
-
-
-def _mask_mean(key: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the True entries of each row, tile by tile."""
-
-    def function(_: Tile, a: Arguments) -> Arguments:
-        return {"center": (a["mask"].to(a["key"].dtype) * a["weight"]) @ a["key"]}
-
-    m, n = mask.shape[-2:]
-    batch = torch.broadcast_shapes(key.shape[:-2], mask.shape[:-2])
-    program = Program(
-        function=function,
-        indices={"mask": "ij", "key": "j", "weight": "i"},
-        results=(Result("center", "i", (*batch, m, key.shape[-1])),),
-        grid=(m, n),
-    )
-    weight = mask.sum(-1, keepdim=True).to(key.dtype).reciprocal()
-    return tile_sum(program, {"mask": mask, "key": key, "weight": weight})["center"]
+_OTHER_SIDE = "info_nce: seen from the keys (symmetric)"
 
 
 def positives_of(
@@ -182,7 +194,7 @@ def positives_of(
                 f"{owner}: without positives, key i belongs to anchor i, but there are {m} anchors "
                 f"and {n} keys. Say which key belongs to which anchor with positives=."
             )
-        return Positives(n, index=torch.arange(m, device=query.device)[:, None])
+        return Listed(torch.arange(m, device=query.device)[:, None], n)
     if not isinstance(given, Tensor):
         given = torch.as_tensor(given)
     pairs = given.to(query.device)
@@ -190,8 +202,8 @@ def positives_of(
     if pairs.dtype == torch.bool:
         _fits(owner, "positives", pairs, (*batch, m, n))
         mask = pairs[(None,) * (query.ndim - pairs.ndim)]
-        require(mask.any(-1), lambda: _missing(owner, mask.any(-1)))
-        return Positives(n, mask=mask)
+        _all_have(owner, mask.any(-1))
+        return Masked(mask)
     if pairs.is_floating_point() or pairs.is_complex():
         raise InputError(
             f"{owner}: positives must be whole numbers (of keys) or a boolean mask, not "
@@ -214,17 +226,21 @@ def positives_of(
             f"{int(index.min())} to {int(index.max())}."
         ),
     )
-    there = (index >= 0).any(-1)
-    require(there, lambda: _missing(owner, there))
+    _all_have(owner, (index >= 0).any(-1))
     if index.shape[-1] > 1:
         ordered = index.sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         require(~twice, lambda: f"{owner}: positives name the same key twice for one anchor.")
         index = ordered.flip(-1)
-    return Positives(n, index=index[(None,) * (query.ndim - index.ndim)])
+    return Listed(index[(None,) * (query.ndim - index.ndim)], n)
 
 
 def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: bool) -> Positives:
+    if not_self and query.shape[-2] != key.shape[-2]:
+        raise InputError(
+            f'{owner}: exclude="self" pairs anchor i with key i, but there are {query.shape[-2]} '
+            f"anchors and {key.shape[-2]} keys; exclude takes key numbers too."
+        )
     both = labels if isinstance(labels, tuple | list) and len(labels) == 2 else (labels, labels)
     rows: list[Tensor] = []
     for x, points, name in zip(both, (query, key), ("anchor", "key"), strict=True):
@@ -243,12 +259,9 @@ def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: 
     _, number = torch.unique(
         torch.cat([x.expand(*batch, -1) for x in rows], -1), return_inverse=True
     )
-    mine, theirs = number[..., :m], number[..., m:]
-    counts = number.new_zeros((*batch, int(number.max()) + 1))
-    counts = counts.scatter_add(-1, theirs, torch.ones_like(theirs))
-    there = counts.gather(-1, mine) > int(not_self)
-    require(there, lambda: _missing(owner, there))
-    return Positives(key.shape[-2], labels=(mine, theirs), not_self=not_self)
+    found = Labeled(number[..., :m], number[..., m:], not_self)
+    _all_have(owner, found.present())
+    return found
 
 
 def _fits(owner: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -263,10 +276,15 @@ def _fits(owner: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _missing(owner: str, there: Tensor) -> str:
-    bad = (~there).reshape(-1).nonzero()[:, 0]
-    some = ", ".join(str(int(i)) for i in bad[:5]) + (", ..." if len(bad) > 5 else "")
-    return (
-        f"{owner}: every anchor needs a positive key, but {len(bad)} have none (anchor {some}). "
-        "Leave these anchors out of the call."
-    )
+def _all_have(owner: str, there: Tensor) -> None:
+    """Every anchor has a positive, or an error says which have none."""
+
+    def missing() -> str:
+        bad = (~there).reshape(-1).nonzero()[:, 0]
+        some = ", ".join(str(int(i)) for i in bad[:5]) + (", ..." if len(bad) > 5 else "")
+        return (
+            f"{owner}: every anchor needs a positive key, but {len(bad)} have none (anchor {some})."
+            " Leave these anchors out of the call."
+        )
+
+    require(there, missing)
