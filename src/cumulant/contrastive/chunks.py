@@ -64,7 +64,14 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
     checkpoint: Any = import_module("torch.utils.checkpoint").checkpoint
 
     def encode(*parts: Tensor) -> Tensor:
-        return encoder(**dict(zip(names, parts, strict=True))) if names else encoder(*parts)
+        out: Any = encoder(**dict(zip(names, parts, strict=True))) if names else encoder(*parts)
+        if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != len(parts[0]):
+            came = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise InputError(
+                f"encode_in_chunks: the encoder must return one row for each of the "
+                f"{len(parts[0])} it got, not {came}. Wrap it: lambda x: model(x).pooled."
+            )
+        return out
 
     chunks = zip(*(x.split(size) for x in tensors), strict=True)
     if not torch.is_grad_enabled():

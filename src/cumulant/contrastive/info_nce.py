@@ -11,16 +11,16 @@ from torch import Tensor
 
 from cumulant.contrastive.inputs import (
     excluded,
-    inverse_temperature,
     is_self,
     vectors,
     weights,
 )
-from cumulant.contrastive.positives import Listed, Masked, Positives, positives_of
+from cumulant.contrastive.positives import Aligned, Listed, Masked, Positives, positives_of
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Shares, mix_entropy, shares
 from cumulant.kernels.potential import both_normalizers, log_normalizer
+from cumulant.measures.checks import require
 
 __all__ = ["Contrast", "info_nce", "nt_xent"]
 
@@ -84,7 +84,7 @@ class _Scores:
             others = torch.cat([others, others.new_ones(*others.shape[:-1], more)], -1)
             mask = others if self.mask is None else self.mask & others
             return replace(self, mask=mask)
-        anchors, keys = self.positives.tags()
+        anchors, keys = self.positives.tags(self.key.device)
         keys = _untagged(keys, self.key.shape[-2] - keys.shape[-2])
         return replace(self, tags=_joined(self.tags, (anchors, keys)))
 
@@ -171,8 +171,7 @@ def info_nce(
             "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
             "in_batch=False have no meaning; call it twice, once for each side."
         )
-    q, k, extra, kind = vectors(query, key, queue, similarity)
-    q = q * inverse_temperature(temperature, q)
+    q, k, extra, kind = vectors(query, key, queue, similarity, temperature)
     given = positives_of("info_nce", positives, labels, q, k, not_self=is_self(exclude))
     tags, mask = excluded(exclude, given, q, k)
     bias, extra_bias = weights(log_weights, k, extra)
@@ -271,8 +270,8 @@ def _against_queue(
             "info_nce: in_batch=False compares with the queue alone, but the queue is "
             + ("missing." if queue is None else "empty; push some keys first.")
         )
-    single = call.positives
-    if not isinstance(single, Listed) or single.index.shape[-1] != 1:
+    one = call.positives
+    if not isinstance(one, Aligned) and not (isinstance(one, Listed) and one.index.shape[-1] == 1):
         raise InputError("info_nce: in_batch=False takes one positive for each anchor.")
     if call.tags is not None or call.mask is not None:
         raise InputError(
@@ -301,4 +300,13 @@ def _entropy(call: _Scores) -> tuple[Tensor, Tensor]:
 
 def _reduced(loss: Tensor, reduction: str, kind: torch.dtype) -> Tensor:
     out = loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-    return out.to(kind)
+    out = out.to(kind)
+    require(
+        out.isfinite(),
+        lambda: (
+            f"info_nce: the loss left the range of {kind}: the scores, inner products over the "
+            "temperature plus log-weights, are too large, or so is a sum. Scale them down, or use "
+            "a wider dtype."
+        ),
+    )
+    return out

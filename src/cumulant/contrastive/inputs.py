@@ -9,7 +9,9 @@ from torch import Tensor
 
 from cumulant.contrastive.positives import Positives
 from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, finite, require
+from cumulant.measures.checks import HALF, finite, holds, numbers, require
+
+_KINDS = (*HALF, torch.float32, torch.float64)
 
 __all__ = ["excluded", "inverse_temperature", "is_self", "vectors", "weights"]
 
@@ -20,18 +22,18 @@ def is_self(exclude: Any) -> bool:
 
 
 def vectors(
-    query: Any, key: Any, queue: Any, similarity: str
+    query: Any, key: Any, queue: Any, similarity: str, temperature: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Anchors, keys and queue as the scores take them, and the dtype the caller had."""
+    """Anchors over temperature, keys and queue as scores take them, and the caller's dtype."""
     if similarity not in ("cosine", "dot"):
         raise InputError(f"info_nce: similarity must be cosine or dot, not {similarity!r}.")
     given = {"query": query, "key": key}
     if queue is not None:
         given["queue"] = queue
     for name, x in given.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"info_nce: {name} must be a real tensor, not {what}.")
+        if not isinstance(x, Tensor) or x.dtype not in _KINDS or x.layout != torch.strided:
+            what = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"info_nce: {name} must be a dense real tensor, not {what}.")
         if x.ndim < 2 or x.shape[-1] != query.shape[-1]:
             shapes = ", ".join(f"{n}={tuple(y.shape)}" for n, y in given.items())
             raise InputError(
@@ -58,14 +60,25 @@ def vectors(
     wide = torch.float32 if kind in HALF else kind
     out: list[Tensor] = []
     for name, x in given.items():
-        y = finite("info_nce", name, x.to(wide))
-        require(~y.isnan(), lambda name=name: f"info_nce: {name} holds NaN.")
+        y = finite("info_nce", name, numbers("info_nce", **{name: x.to(wide)})[0][name])
+        scale = inverse_temperature(temperature, y) if name == "query" else 1.0
         if similarity == "cosine":
-            norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+            y, norm = _norm(y)
             require(norm > 0, lambda name=name: _zero(name))
-            y = y / norm
-        out.append(y)
+            scale = scale / norm
+        out.append(y if isinstance(scale, float) and scale == 1.0 else y * scale)
     return out[0], out[1], out[2] if queue is not None else None, kind
+
+
+def _norm(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors and their norms; rescaled first where squares would leave the range of numbers."""
+    norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    info = torch.finfo(y.dtype)
+    if holds((norm < info.max**0.5) & (norm > info.tiny**0.5 / info.eps)) is not False:
+        return y, norm
+    size = y.detach().abs().amax(-1, keepdim=True)
+    y = y / size.masked_fill(size == 0, 1.0)
+    return y, torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
 def _zero(name: str) -> str:
@@ -86,14 +99,16 @@ def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
         value = temperature.reshape(()).to(like.device, like.dtype)
     else:
         try:
+            if isinstance(temperature, bool | str):
+                raise TypeError
             value = float(temperature)
         except (TypeError, ValueError):
             raise InputError(
                 f"info_nce: temperature must be a number, not {type(temperature).__name__}."
             ) from None
-    good = torch.as_tensor(value)
+    good = torch.as_tensor(value, dtype=like.dtype)
     require(
-        (good > 0) & good.isfinite(),
+        (good > 0) & good.isfinite() & (1 / good).isfinite(),
         lambda: f"info_nce: temperature must be positive and finite, not {float(value):g}.",
     )
     return 1 / value
@@ -103,7 +118,7 @@ def excluded(
     exclude: Any, positives: Positives, query: Tensor, key: Tensor
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """Pairs that do not count, as tags or as a mask of those that do."""
-    if exclude is None:
+    if exclude is None or (isinstance(exclude, Tensor) and exclude.shape[-1:] == (0,)):
         return None, None
     m, n = query.shape[-2], key.shape[-2]
     if not is_self(exclude) and not isinstance(exclude, Tensor):
@@ -114,6 +129,7 @@ def excluded(
         left_out = exclude.to(query.device)
         _shape("exclude", left_out, (*query.shape[:-2], m, n))
         left_out = left_out[(None,) * (query.ndim - left_out.ndim)]
+        left_out = left_out.expand(*left_out.shape[:-2], m, n)
         overlap = positives.meets(left_out)
         tags, mask = None, ~left_out
     else:
@@ -122,7 +138,8 @@ def excluded(
                 raise InputError(f"info_nce: exclude must be whole numbers, not {exclude.dtype}.")
             index = exclude.to(query.device).long()
             index = index[:, None] if index.ndim == 1 else index
-            _shape("exclude", index, (*query.shape[:-2], m, index.shape[-1]))
+            _shape("exclude", index, (*query.shape[:-2], m, index.shape[-1] if index.ndim else 1))
+            index = index.expand(*index.shape[:-2], m, index.shape[-1])
             require(
                 (index >= -1) & (index < n),
                 lambda: f"info_nce: exclude must lie between -1 (none) and {n - 1}.",
@@ -166,8 +183,15 @@ def weights(
             + (f", or {n + more} with the queue" if more else "")
             + f", but have shape {tuple(log_weights.shape)}."
         )
-    if log_weights.ndim - 1 > key.ndim - 2:
-        raise InputError("info_nce: log_weights must not have more batch dimensions than the keys.")
+    try:
+        fits = torch.broadcast_shapes(log_weights.shape[:-1], key.shape[:-2]) == key.shape[:-2]
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InputError(
+            f"info_nce: log_weights must broadcast to the batch of the keys, "
+            f"{tuple(key.shape[:-2])}, but have {tuple(log_weights.shape[:-1])}."
+        )
     rows = log_weights.to(key.device, key.dtype)[..., None, :]
     require(rows.isfinite(), lambda: "info_nce: log_weights must be finite; to drop keys, exclude.")
     return rows[..., :n], rows[..., n:] if rows.shape[-1] > n else None

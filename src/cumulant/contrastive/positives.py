@@ -12,7 +12,7 @@ from cumulant.errors import InputError
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
 from cumulant.measures.checks import require
 
-__all__ = ["Labeled", "Listed", "Masked", "Positives", "positives_of"]
+__all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "positives_of"]
 
 
 # What every form of positives can do:
@@ -20,11 +20,36 @@ __all__ = ["Labeled", "Listed", "Masked", "Positives", "positives_of"]
 #   reversed()       the same pairs with keys for anchors; every key must have one
 #   includes(index)  whether key index[..., i, k] is a positive of anchor i; -1 never is
 #   meets(mask)      whether any positive pair is True in a mask (*batch, M, N)
-#   tags()           numbers that anchors share with their positives alone (not of a mask)
+#   tags(device)     numbers that anchors share with their positives alone (not of a mask)
 
 
 def _expand(x: Tensor, batch: torch.Size, kept: int) -> Tensor:
     return x.expand(*batch, *x.shape[x.ndim - kept :])
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Key i belongs to anchor i, of so many anchors and keys."""
+
+    anchors: int
+    keys: int
+
+    def center(self, key: Tensor) -> Tensor:
+        return key[..., : self.anchors, :]
+
+    def reversed(self) -> Aligned:
+        return Aligned(self.keys, self.anchors)
+
+    def includes(self, index: Tensor) -> Tensor:
+        return index == torch.arange(self.anchors, device=index.device)[:, None]
+
+    def meets(self, mask: Tensor) -> Tensor:
+        whole = mask.expand(*mask.shape[:-2], self.anchors, self.keys)
+        return whole.diagonal(dim1=-2, dim2=-1).any()
+
+    def tags(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        own = torch.arange(self.keys, device=device)[:, None]
+        return own[: self.anchors], own
 
 
 @dataclass(frozen=True)
@@ -56,8 +81,8 @@ class Listed:
         at = _expand(self.index, batch, 2)
         return (_expand(mask, batch, 2).gather(-1, at.clamp_min(0)) & (at >= 0)).any()
 
-    def tags(self) -> tuple[Tensor, Tensor]:
-        own = torch.arange(self.keys, device=self.index.device)[:, None]
+    def tags(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        own = torch.arange(self.keys, device=device)[:, None]
         return self.index, own.expand(self.keys, self.index.shape[-1])
 
 
@@ -75,7 +100,7 @@ class _Claimed(Listed):
         sums = sums.scatter_add(-2, at.expand_as(rows), rows)
         ones = there.flatten(-3, -2).to(rows.dtype)
         counts = ones.new_zeros(*batch, self.keys, 1).scatter_add(-2, at, ones)
-        _all_have(_OTHER_SIDE, counts[..., 0] > 0)
+        _all_have(_OTHER_SIDE, counts[..., 0] > 0, "key")
         return sums / counts
 
 
@@ -92,6 +117,10 @@ class Labeled:
 
     def center(self, key: Tensor) -> Tensor:
         """Sums over classes, then one row for each anchor: linear however many share a label."""
+        # A key is taken off its class again if it is the anchor: in double precision.
+        kind = key.dtype
+        if self.not_self and key.device.type != "mps":
+            key = key.double()
         batch = torch.broadcast_shapes(key.shape[:-2], self.keys.shape[:-1])
         key = _expand(key, batch, 2)
         classes = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
@@ -104,13 +133,18 @@ class Labeled:
         total = sums.gather(-2, mine.expand(*mine.shape[:-1], key.shape[-1]))
         count = counts.gather(-2, mine)
         if self.not_self:
-            own = _expand(self.anchors == self.keys, batch, 1)[..., None]
-            total, count = total - own * key, count - own.to(count.dtype)
-        return total / count
+            own = _expand(self._own(), batch, 1)[..., None]
+            total = total - own * key[..., : own.shape[-2], :]
+            count = count - own.to(count.dtype)
+        return (total / count).to(kind)
+
+    def _own(self) -> Tensor:
+        """Which anchors are, as keys, of their own class."""
+        return self.anchors == self.keys[..., : self.anchors.shape[-1]]
 
     def reversed(self) -> Labeled:
         other = Labeled(self.keys, self.anchors, self.not_self)
-        _all_have(_OTHER_SIDE, other.present())
+        _all_have(_OTHER_SIDE, other.present(), "key")
         return other
 
     def present(self) -> Tensor:
@@ -119,7 +153,7 @@ class Labeled:
         counts = self.keys.new_zeros((*self.keys.shape[:-1], size))
         counts = counts.scatter_add(-1, self.keys, torch.ones_like(self.keys))
         others = counts.gather(-1, self.anchors)
-        return others - (self.anchors == self.keys).long() > 0 if self.not_self else others > 0
+        return others - self._own().long() > 0 if self.not_self else others > 0
 
     def includes(self, index: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(self.keys.shape[:-1], index.shape[:-2])
@@ -133,7 +167,7 @@ class Labeled:
     def meets(self, mask: Tensor) -> Tensor:
         return ((self.anchors[..., :, None] == self.keys[..., None, :]) & mask).any()
 
-    def tags(self) -> tuple[Tensor, Tensor]:
+    def tags(self, device: torch.device) -> tuple[Tensor, Tensor]:
         return self.anchors[..., None], self.keys[..., None]
 
 
@@ -162,7 +196,7 @@ class Masked:
         return tile_sum(program, {"mask": self.mask, "key": key, "weight": weight})["center"]
 
     def reversed(self) -> Masked:
-        _all_have(_OTHER_SIDE, self.mask.any(-2))
+        _all_have(_OTHER_SIDE, self.mask.any(-2), "key")
         return Masked(self.mask.mT)
 
     def includes(self, index: Tensor) -> Tensor:
@@ -174,7 +208,7 @@ class Masked:
         return (self.mask & mask).any()
 
 
-Positives = Listed | Labeled | Masked
+Positives = Aligned | Listed | Labeled | Masked
 
 _OTHER_SIDE = "info_nce: seen from the keys (symmetric)"
 
@@ -184,6 +218,11 @@ def positives_of(
 ) -> Positives:
     """Check what says which pairs belong together; every anchor needs one at least."""
     m, n = query.shape[-2], key.shape[-2]
+    if not_self and n < m:
+        raise InputError(
+            f'{owner}: exclude="self" keeps anchor i from key i, but there are {m} anchors and {n} '
+            "keys; exclude takes key numbers too."
+        )
     if given is not None and labels is not None:
         raise InputError(f"{owner}: positives and labels exclude each other; pass one of them.")
     if labels is not None:
@@ -194,14 +233,13 @@ def positives_of(
                 f"{owner}: without positives, key i belongs to anchor i, but there are {m} anchors "
                 f"and {n} keys. Say which key belongs to which anchor with positives=."
             )
-        return Listed(torch.arange(m, device=query.device)[:, None], n)
-    if not isinstance(given, Tensor):
-        given = torch.as_tensor(given)
-    pairs = given.to(query.device)
+        return Aligned(m, n)
+    pairs = _tensor(owner, "positives", given).to(query.device)
     batch = query.shape[:-2]
     if pairs.dtype == torch.bool:
         _fits(owner, "positives", pairs, (*batch, m, n))
         mask = pairs[(None,) * (query.ndim - pairs.ndim)]
+        mask = mask.expand(*mask.shape[:-2], m, n)
         _all_have(owner, mask.any(-1))
         return Masked(mask)
     if pairs.is_floating_point() or pairs.is_complex():
@@ -222,8 +260,8 @@ def positives_of(
     require(
         (index >= -1) & (index < n),
         lambda: (
-            f"{owner}: positives must lie between 0 and {n - 1}, the numbers of keys, but go from "
-            f"{int(index.min())} to {int(index.max())}."
+            f"{owner}: positives must lie between 0 and {n - 1}, the numbers of keys (or be -1 for "
+            f"none), but go from {int(index.min())} to {int(index.max())}."
         ),
     )
     _all_have(owner, (index >= 0).any(-1))
@@ -236,15 +274,15 @@ def positives_of(
 
 
 def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: bool) -> Positives:
-    if not_self and query.shape[-2] != key.shape[-2]:
+    both = labels if isinstance(labels, tuple) else (labels, labels)
+    if len(both) != 2:
         raise InputError(
-            f'{owner}: exclude="self" pairs anchor i with key i, but there are {query.shape[-2]} '
-            f"anchors and {key.shape[-2]} keys; exclude takes key numbers too."
+            f"{owner}: labels are one tensor, or (labels of anchors, labels of keys), not a tuple "
+            f"of {len(both)}."
         )
-    both = labels if isinstance(labels, tuple | list) and len(labels) == 2 else (labels, labels)
     rows: list[Tensor] = []
     for x, points, name in zip(both, (query, key), ("anchor", "key"), strict=True):
-        row = torch.as_tensor(x, device=query.device)
+        row = _tensor(owner, "labels", x).to(query.device)
         if row.ndim < 1 or row.is_floating_point() or row.is_complex():
             raise InputError(f"{owner}: labels must be whole numbers, one for each {name}.")
         if row.shape[-1] != points.shape[-2]:
@@ -256,12 +294,26 @@ def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: 
         rows.append(row.long()[(None,) * (points.ndim - 1 - row.ndim)])
     m = rows[0].shape[-1]
     batch = torch.broadcast_shapes(rows[0].shape[:-1], rows[1].shape[:-1])
-    _, number = torch.unique(
-        torch.cat([x.expand(*batch, -1) for x in rows], -1), return_inverse=True
-    )
+    number = _ranked(torch.cat([x.expand(*batch, -1) for x in rows], -1))
     found = Labeled(number[..., :m], number[..., m:], not_self)
     _all_have(owner, found.present())
     return found
+
+
+def _tensor(owner: str, name: str, given: Any) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(
+            f"{owner}: {name} must be a tensor, or numbers that make one, not {given!r:.60}."
+        ) from None
+
+
+def _ranked(labels: Tensor) -> Tensor:
+    """Equal labels of a row as equal numbers from 0 on, fewer than the row is long."""
+    ordered, order = labels.sort(-1)
+    steps = (ordered[..., 1:] != ordered[..., :-1]).long().cumsum(-1)
+    return torch.zeros_like(labels).scatter(-1, order, torch.nn.functional.pad(steps, (1, 0)))
 
 
 def _fits(owner: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -276,15 +328,15 @@ def _fits(owner: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _all_have(owner: str, there: Tensor) -> None:
+def _all_have(owner: str, there: Tensor, what: str = "anchor") -> None:
     """Every anchor has a positive, or an error says which have none."""
 
     def missing() -> str:
         bad = (~there).reshape(-1).nonzero()[:, 0]
         some = ", ".join(str(int(i)) for i in bad[:5]) + (", ..." if len(bad) > 5 else "")
         return (
-            f"{owner}: every anchor needs a positive key, but {len(bad)} have none (anchor {some})."
-            " Leave these anchors out of the call."
+            f"{owner}: every {what} needs a positive, but {len(bad)} have none ({what} {some}). "
+            "Leave these out of the call."
         )
 
     require(there, missing)

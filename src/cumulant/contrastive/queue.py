@@ -58,15 +58,32 @@ class KeyQueue(nn.Module):
         if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != width:
             came = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise InputError(f"KeyQueue.push: keys must have shape (n, {width}), not {came}.")
-        if not bool(given.isfinite().all()):
-            raise InputError("KeyQueue.push: keys must be finite; nothing was added.")
+        if not given.is_floating_point():
+            raise InputError(f"KeyQueue.push: keys must be real, not {given.dtype}.")
         count = given.shape[0]
         skipped = max(0, count - size)
-        last = given.detach().to(self.stored)[skipped:]
+        last = given.detach()[skipped:].to(self.stored, copy=True)
+        if not bool(last.isfinite().all()):
+            raise InputError(
+                f"KeyQueue.push: keys must be finite as {last.dtype}; nothing was added."
+            )
         first = int(self.pushed) + skipped
         at = torch.arange(first, first + len(last), device=self.stored.device) % size
         self.stored[at] = last
         self.pushed += count
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: Any, prefix: str, *args: Any
+    ) -> None:
+        """Both tensors or none: a queue of another size must leave this one as it is."""
+        given = state_dict.get(prefix + "stored")
+        if given is not None and given.shape != self.stored.shape:
+            errors: list[str] = args[-1]
+            errors.append(
+                f"KeyQueue holds {tuple(self.stored.shape)}, the checkpoint {tuple(given.shape)}."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Temperature(nn.Module):
@@ -95,4 +112,6 @@ class Temperature(nn.Module):
 
     def forward(self) -> Tensor:
         """The temperature, with gradient."""
-        return self.log_value.clamp_min(math.log(self.least)).exp()
+        with torch.no_grad():  # the parameter itself, so that its gradient never dies
+            self.log_value.clamp_(min=math.log(self.least))
+        return self.log_value.exp()

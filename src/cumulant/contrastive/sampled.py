@@ -20,7 +20,7 @@ from cumulant.dynamics.checks import whole
 from cumulant.errors import InputError
 from cumulant.kernels.merge import shares
 from cumulant.kernels.potential import log_normalizer
-from cumulant.measures.checks import numbers, require
+from cumulant.measures.checks import finite, numbers, require
 
 __all__ = ["AliasSampler", "nce", "negative_sampling", "sampled_softmax"]
 
@@ -49,10 +49,10 @@ class AliasSampler:
             (w >= 0) & w.isfinite(),
             lambda: "AliasSampler: weights must be finite and not negative.",
         )
-        total = w.double().sum()
-        if not float(total) > 0:
+        if not float(w.max()) > 0:
             raise InputError("AliasSampler: at least one weight must be positive.")
-        p = w.double() / total
+        p = w.double() / w.max().double()
+        p = p / p.sum()
         self.log_probability = p.log().to(w.dtype)
         share, alias = _columns(p)
         self._share = share.to(w.device)
@@ -64,6 +64,10 @@ class AliasSampler:
     def sample(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws of this shape."""
         sizes = [whole("AliasSampler", "each size", n, 0) for n in shape]
+        if generator is not None and not isinstance(generator, torch.Generator):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"AliasSampler: generator must be a torch.Generator, not {generator!r}."
+            )
         device = self._share.device
         column = torch.randint(0, len(self), sizes, generator=generator, device=device)
         coin = torch.rand(sizes, generator=generator, dtype=torch.float64, device=device)
@@ -140,7 +144,7 @@ def sampled_softmax(
             "key_tag": drawn[:, None],
         }
     )[:, 0]
-    return shares(positive, others).log_normalizer - positive
+    return _in_range("sampled_softmax", shares(positive, others).log_normalizer - positive)
 
 
 def nce(
@@ -170,9 +174,15 @@ def nce(
     q, v, y = _call("nce", query, table, target, sampler)
     count = whole("nce", "samples", samples, 1)
     log_p = sampler.log_probability.to(q) + math.log(count)
-    c = torch.as_tensor(log_normalizer, dtype=q.dtype, device=q.device)
+    c = finite(
+        "nce", "log_normalizer", numbers("nce", log_normalizer=log_normalizer)[0].popitem()[1]
+    )
+    require(
+        log_p[y] > -math.inf,
+        lambda: "nce: the sampler gives a target no chance; data and noise must overlap.",
+    )
     try:
-        c = c.expand(q.shape[0])[:, None]
+        c = c.to(q).expand(q.shape[0])[:, None]
     except RuntimeError:
         raise InputError(
             f"nce: log_normalizer must be a number or one for each of {q.shape[0]} queries, but "
@@ -182,7 +192,7 @@ def nce(
     def offset(at: Tensor) -> Tensor:
         return c + log_p[at]
 
-    return _tell_apart(q, v, y, sampler, count, generator, offset)
+    return _tell_apart("nce", q, v, y, sampler, count, generator, offset)
 
 
 def negative_sampling(
@@ -213,10 +223,11 @@ def negative_sampling(
     """
     q, v, y = _call("negative_sampling", query, table, target, sampler)
     count = whole("negative_sampling", "samples", samples, 1)
-    return _tell_apart(q, v, y, sampler, count, generator, None)
+    return _tell_apart("negative_sampling", q, v, y, sampler, count, generator, None)
 
 
 def _tell_apart(
+    owner: str,
     query: Tensor,
     table: Tensor,
     target: Tensor,
@@ -231,14 +242,22 @@ def _tell_apart(
     logits = (query[:, None] * F.embedding(at, table)).sum(-1)
     if offset is not None:
         logits = logits - offset(at)
-    return F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).sum(-1)
+    return _in_range(owner, F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).sum(-1))
+
+
+def _in_range(owner: str, loss: Tensor) -> Tensor:
+    require(
+        loss.isfinite(),
+        lambda: f"{owner}: the scores left the range of {loss.dtype}; scale the vectors down.",
+    )
+    return loss
 
 
 def _call(
     owner: str, query: Any, table: Any, target: Any, sampler: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     got, _ = numbers(owner, query=query, table=table)
-    q, v = got["query"], got["table"]
+    q, v = (finite(owner, n, got[n]) for n in ("query", "table"))
     if q.ndim != 2 or v.ndim != 2 or q.shape[1] != v.shape[1] or 0 in (*q.shape, *v.shape):
         raise InputError(
             f"{owner}: query must have shape (M, d) and table (n, d), but have {tuple(q.shape)} "
@@ -249,8 +268,11 @@ def _call(
         raise InputError(
             f"{owner}: sampler must be an AliasSampler over the {len(v)} classes, not {size}."
         )
-    y = torch.as_tensor(target, device=q.device)
-    if y.is_floating_point() or y.dtype == torch.bool or y.shape != (len(q),):
+    try:
+        y = torch.as_tensor(target, device=q.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{owner}: target must be whole numbers, not {target!r:.40}.") from None
+    if y.is_complex() or y.is_floating_point() or y.dtype == torch.bool or y.shape != (len(q),):
         raise InputError(
             f"{owner}: target must be {len(q)} whole numbers, one for each query, but is {y.dtype} "
             f"of shape {tuple(y.shape)}."

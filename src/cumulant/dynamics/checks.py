@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -16,9 +17,13 @@ __all__ = ["cloud", "generator_of", "levels_of", "real", "some_points", "whole"]
 
 def whole(owner: str, name: str, value: Any, least: int) -> int:
     """A whole number, at least so large."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    try:
+        number = -math.inf if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -math.inf
+    if number < least:
         raise InputError(f"{owner}: {name} must be a whole number from {least} on, not {value!r}.")
-    return value
+    return int(number)
 
 
 def real(

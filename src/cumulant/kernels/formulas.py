@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cumulant.kernels.dropout import kept
-from cumulant.kernels.tiles import Arguments, Tile, TileFunction
+from cumulant.kernels.tiles import Arguments, Product, Tile, TileFunction
 
 LOG2_E = 1 / math.log(2)
 
@@ -309,7 +309,7 @@ def coverage(tile: Tile, a: Arguments, *, mass: float) -> Arguments:
     return {"coverage": count, "visible": visible}
 
 
-def potential(tile: Tile, a: Arguments, *, shift: bool) -> Arguments:
+def potential(tile: Tile, a: Arguments, *, shift: bool) -> dict[str, Tensor | Product]:
     """G and the gradient of its sum over the queries, on a tile that spans all keys.
 
     dq = E[k],   dk = p' q
@@ -327,7 +327,7 @@ def potential(tile: Tile, a: Arguments, *, shift: bool) -> Arguments:
     return {
         "log_normalizer": (peak + mass.log2()) / LOG2_E,  # -inf for a row without keys
         "query": work.mul(work.matmul(p_mn, a["key"]), inverse),
-        "key": work.matmul(p_mn.mT, a["query"] * inverse),
+        "key": Product(p_mn.mT, a["query"] * inverse),
     }
 
 

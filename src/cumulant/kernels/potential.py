@@ -42,7 +42,7 @@ __all__ = ["Both", "both_normalizers", "log_normalizer"]
 
 # Beyond so many keys a strip of whole rows is too thin for the matrix products.
 _MOST_KEYS = 2**18
-_AREA = 2**22
+_AREA = 2**21
 
 
 @eager

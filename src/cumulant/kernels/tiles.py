@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -113,7 +113,24 @@ class Tile:
 
 _WHOLE = slice(None)
 
+
+class Product(NamedTuple):
+    """A contribution left @ right that need not be written down before it is added."""
+
+    left: Tensor
+    right: Tensor
+
+    def add_to(self, target: Tensor) -> None:
+        batch = math.prod(target.shape[:-2])
+        left, right = (x.reshape(batch, *x.shape[-2:]) for x in self)
+        if target.is_contiguous() and len(left) == batch:
+            target.view(batch, *target.shape[-2:]).baddbmm_(left, right)
+        else:
+            target += (self.left @ self.right).sum_to_size(target.shape)
+
+
 TileFunction = Callable[[Tile, Arguments], Arguments]
+AddingFunction = Callable[[Tile, Arguments], Mapping[str, Tensor | Product]]
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,7 @@ class Program:
     products; they return ``None`` when they do not apply.
     """
 
-    function: TileFunction
+    function: AddingFunction
     indices: Mapping[str, str]
     results: tuple[Result, ...]
     grid: tuple[int, int]
@@ -224,7 +241,10 @@ def evaluate(program: Program, arguments: Named) -> Arguments:
                 for result in program.results:
                     total = totals[result.name]
                     target = total[tile.slices(result.index, total)]
-                    part = parts[result.name]
+                    part: Tensor | Product = parts[result.name]
+                    if isinstance(part, Product):
+                        part.add_to(target)
+                        continue
                     target += part if part.shape == target.shape else part.sum_to_size(target.shape)
     return totals
 
@@ -260,7 +280,7 @@ def _pullback(
 
         def partial(*values: Tensor) -> tuple[Tensor, ...]:
             out = program.function(tile, fixed | dict(zip(wanted, values, strict=True)))
-            return tuple(out[name] for name in cotangents)
+            return tuple(cast(Tensor, out[name]) for name in cotangents)
 
         value, pull = _vjp(partial, *(given[name] for name in wanted))
         seeds = tuple(given[names[n]].expand_as(v) for n, v in zip(cotangents, value, strict=True))
@@ -295,7 +315,7 @@ def _pushforward(program: Program, arguments: Named, tangents: Named) -> Argumen
 
         def partial(*values: Tensor) -> tuple[Tensor, ...]:
             out = program.function(tile, fixed | dict(zip(tangents, values, strict=True)))
-            return tuple(out[name] for name in outputs)
+            return tuple(cast(Tensor, out[name]) for name in outputs)
 
         value, pull = _vjp(partial, *(given[name] for name in tangents))
         zeros = tuple(torch.zeros_like(v) for v in value)

@@ -57,9 +57,18 @@ def capacity(
     beta = real("capacity", "beta", beta, least=0.0, open_at_least=True)
     K = real("capacity", "radius", radius, least=0.0, open_at_least=True)
     p = real("capacity", "failure", failure, least=0.0, most=1.0, open_at_least=True)
-    a = 2 / (d - 1) * (1 + math.log(2 * beta * K * K * p * (d - 1)))
-    b = 2 * K * K * beta / 5
-    c = b / _lambert(a + math.log(b))
+    a = b = c = math.nan
+    try:
+        a = 2 / (d - 1) * (1 + math.log(2 * beta * K * K * p * (d - 1)))
+        b = 2 * K * K * beta / 5
+        c = b / _lambert(a + math.log(b))
+    except (ValueError, OverflowError, ZeroDivisionError):
+        pass
+    if not 0 < c < math.inf:
+        raise InputError(
+            "capacity: the theorem's constants leave the range of numbers at dimension "
+            f"{str(d)[:20]}, beta {beta:g}, radius {K:g}, failure {p:g}."
+        )
     applies = math.log(c) >= 4 / (d - 1) * math.log(2 / math.sqrt(p))
     log_count = 0.5 * math.log(p) + (d - 1) / 4 * math.log(c)
     count = (math.inf if log_count > 700 else math.exp(log_count)) if applies else 0.0
@@ -130,13 +139,16 @@ def recall(
     >>> import cumulant as cm
     >>> dense = cm.memory.recall(lambda x: cm.Memory(x, beta=1.0), 32, [10, 1000])
     >>> linear = cm.memory.recall(cm.memory.LinearMemory, 32, [10, 1000], steps=1)
-    >>> dense.rate[1] > 0.9, linear.rate[1]
-    (True, 0.0)
+    >>> dense.rate[1] > 0.9, linear.rate[1] < 0.1
+    (True, True)
     """
     d = whole("recall", "dimension", dimension, 1)
+    if not isinstance(counts, Sequence) or not counts or not callable(make):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            "recall: make must be a function from patterns to a memory, and counts some numbers of "
+            "patterns to store, such as [10, 100]."
+        )
     sizes = tuple(whole("recall", "each of counts", n, 1) for n in counts)
-    if not sizes:
-        raise InputError("recall: counts is empty.")
     flips = real("recall", "flips", flips, least=0.0, most=1.0)
     overlap = real("recall", "overlap", overlap, least=-1.0, most=1.0)
     most = whole("recall", "queries", queries, 1)
@@ -147,6 +159,6 @@ def recall(
         asked = patterns[:most]
         changed = torch.rand(asked.shape, generator=generator) < flips
         state = make(patterns).retrieve(torch.where(changed, -asked, asked), steps).state
-        close = torch.cosine_similarity(state, asked, dim=-1) >= overlap
+        close = torch.cosine_similarity(state, asked, dim=-1) >= overlap - 1e-6
         rates.append(float(close.float().mean()))
     return Recall(sizes, tuple(rates), d)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from cumulant.attention.inputs import Window, prepare
 from cumulant.dynamics.checks import real
+from cumulant.errors import InputError
 from cumulant.kernels.attention import attention
 from cumulant.kernels.search import coverage
+from cumulant.measures.checks import finite, numbers
 
 __all__ = ["Classes", "classify"]
 
@@ -70,11 +72,20 @@ def classify(
     [['I'], ['IV']]
     """
     share = real("classify", "mass", mass, least=0.0, most=1.0, open_at_least=True)
+    got, _ = numbers("classify", query=query, key=key)
+    for name, x in got.items():
+        finite("classify", name, x)
+    if got["query"].ndim < 2 or 0 in got["query"].shape[-2:] or 0 in got["key"].shape:
+        raise InputError(
+            "classify: there must be queries (*batch, M, d) and keys (*batch, N, d), but they have "
+            f"shapes {tuple(got['query'].shape)} and {tuple(got['key'].shape)}."
+        )
+    query, key = (got[n].detach() for n in ("query", "key"))
     call = prepare(
         "classify",
-        query.detach(),
-        key.detach(),
-        key.detach()[..., :0],
+        query,
+        key,
+        key[..., :0],
         attn_mask=attn_mask,
         is_causal=is_causal,
         scale=scale,

@@ -93,11 +93,10 @@ class Memory:
     def __init__(
         self, patterns: Tensor, beta: float | Tensor = 1.0, *, values: Tensor | None = None
     ) -> None:
-        self._kind = patterns.dtype if isinstance(patterns, Tensor) else torch.float64  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not self._kind.is_floating_point:
-            self._kind = torch.get_default_dtype()
         got = _checked("Memory", patterns=patterns, values=values)
         self.patterns, self.values = got["patterns"], got.get("values")
+        self._kind = _given_kind(patterns, self.patterns)
+        self._value_kind = _given_kind(patterns if values is None else values, self.patterns)
         self.beta = _inverse_temperature("Memory", beta, self.patterns)
 
     def __len__(self) -> int:
@@ -152,15 +151,20 @@ class Memory:
             to = self._attend(x, self.patterns).mean
             return to if size == 1.0 else x + size * (to - x)
 
+        if most == 0:
+            xi = xi.clone()  # the result is not the caller's tensor
         found = settle(update, xi, most, tol, separate=self.patterns.ndim == 2)
+        require(found.state.isfinite(), lambda: self._overflow("retrieve"))
         if tol is None:
             tol = math.sqrt(torch.finfo(xi.dtype).eps)
             rest = found.change <= tol * self._largest_norm()
         else:
             rest = found.change <= tol
-        ask = _Answers(self._snapshot(), found, restore)
         return Retrieval(
-            restore(found.state).to(self._kind), restore(found.steps), restore(rest), ask
+            restore(found.state).to(self._kind),
+            restore(found.steps),
+            restore(rest),
+            _Answers(self._snapshot(), found, restore),
         )
 
     def separation(self) -> Tensor:
@@ -174,8 +178,10 @@ class Memory:
         own = torch.arange(len(self), device=x.device)[:, None]
         tags = {n: own.expand(*x.shape[:-1], 1) for n in ("query_tag", "key_tag")}
         nearest = largest({"query": x.detach(), "key": x.detach(), **tags}).index
-        other = x.gather(-2, nearest.expand_as(x))
-        return (x * (x - other)).sum(-1)
+        other = x.gather(-2, nearest.clamp_min(0).expand_as(x))
+        gaps = (x * (x - other)).sum(-1)
+        require(gaps.isfinite(), lambda: self._overflow("separation"))
+        return gaps
 
     def error_bound(
         self, state: Tensor, index: Tensor | None = None, *, fixed_point: Tensor | None = None
@@ -267,8 +273,10 @@ class Memory:
         """Write patterns, values and beta as one safetensors file."""
         exact = None if isinstance(self.beta, Tensor) else torch.float64
         beta = torch.as_tensor(self.beta, dtype=exact)
-        tensors = {"patterns": self.patterns.to(self._kind), "beta": beta, "values": self.values}
-        files.write(path, {n: x.detach() for n, x in tensors.items() if x is not None})
+        tensors = {"patterns": self.patterns.to(self._kind), "beta": beta}
+        if self.values is not None:
+            tensors["values"] = self.values.to(self._value_kind, copy=True)
+        files.write(path, {n: x.detach() for n, x in tensors.items()})
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: str | torch.device = "cpu") -> Memory:
@@ -313,13 +321,23 @@ class Memory:
         G = self._attend(xi, self.patterns[..., :0]).log_normalizer[..., 0]
         count = torch.full_like(G[..., :1], math.log(len(self)))
         beta = torch.as_tensor(self._beta_rows(), dtype=xi.dtype, device=xi.device)
-        return energy(xi, G, count, beta, self._largest_norm())
+        value = energy(xi, G, count, beta, self._largest_norm())
+        require(value.isfinite(), lambda: self._overflow("energy"))
+        return value
 
     def _index(self, xi: Tensor) -> Tensor:
         x = self.patterns.detach()
-        return largest({"query": xi.detach(), "key": x[(None,) * (xi.ndim - x.ndim)]}).index[..., 0]
+        top = largest({"query": xi.detach(), "key": x[(None,) * (xi.ndim - x.ndim)]})
+        require(top.score.isfinite(), lambda: self._overflow("index"))
+        return top.index[..., 0]
 
-    def _states(self, owner: str, state: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _overflow(self, what: str) -> str:
+        return (
+            f"{what}: beta <state, pattern> leaves the range of {self.patterns.dtype}; scale "
+            "states and patterns down, or use a wider dtype."
+        )
+
+    def _states(self, owner: str, state: Tensor) -> tuple[Tensor, _Rows]:
         """States as the kernels take them, and the way back for a row quantity."""
         xi = finite(owner, "state", numbers(owner, state=state)[0]["state"])
         d, sets = self.patterns.shape[-1], self.patterns.shape[:-2]
@@ -333,14 +351,10 @@ class Memory:
             raise InputError(
                 f"{owner}: state is on {xi.device}, the patterns are on {self.patterns.device}."
             )
-        xi = xi.to(self.patterns.dtype)
+        xi = finite(owner, f"state as {self.patterns.dtype}", xi.to(self.patterns.dtype))
         shape = xi.shape
         if not sets:  # one set of patterns: all states are queries of it
-
-            def restore(x: Tensor) -> Tensor:
-                return x.reshape(*shape[:-1], *x.shape[1:])
-
-            return xi.reshape(-1, d), restore
+            return xi.reshape(-1, d), _Rows(shape[:-1])
         try:
             batch = torch.broadcast_shapes(shape[:-2], sets)
         except RuntimeError:
@@ -348,12 +362,15 @@ class Memory:
                 f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the "
                 f"sets of patterns, {tuple(sets)}."
             ) from None
-        return xi.expand(*batch, *shape[-2:]), lambda x: x
+        return xi.expand(*batch, *shape[-2:]), _Rows(None)
 
     def _rows_of(self, owner: str, index: Any, state: Tensor, xi: Tensor) -> Tensor:
-        at = torch.as_tensor(index, device=xi.device)
         try:
-            if at.is_floating_point() or at.dtype == torch.bool:
+            at = torch.as_tensor(index, device=xi.device)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{owner}: index must be whole numbers, not {index!r:.40}.") from None
+        try:
+            if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
                 raise RuntimeError
             at = at.expand(state.shape[:-1]) if self.patterns.ndim == 2 else at
             at = at.reshape(xi.shape[:-1]) if self.patterns.ndim == 2 else at.expand(xi.shape[:-1])
@@ -391,7 +408,9 @@ class Memory:
             if stored is None:
                 out.append(self.patterns)
                 continue
-            new = got[name].to(stored.device, stored.dtype)
+            new = finite(
+                owner, f"{name} as {stored.dtype}", got[name].to(stored.device, stored.dtype)
+            )
             fits = new.shape[-1] == stored.shape[-1] and new.ndim <= stored.ndim
             try:
                 new = new.expand(*stored.shape[:-2], *new.shape[-2:])
@@ -406,20 +425,59 @@ class Memory:
         return out[0], out[1]
 
 
+class _Rows:
+    """The way back to the shape of the states for a quantity of every row."""
+
+    def __init__(self, shape: torch.Size | None) -> None:
+        self._shape = shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self._shape is None else x.reshape(*self._shape, *x.shape[1:])
+
+
 class _Answers:
     """Fields of a `Retrieval` that cost another pass."""
 
-    def __init__(self, memory: Memory, found: Settled, restore: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, memory: Memory, found: Settled, restore: _Rows) -> None:
         self._memory, self._found, self._restore = memory, found, restore
+        self._versions = self._seen()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._versions = self._seen()
+
+    def _seen(self) -> dict[str, list[int]]:
+        """How often the tensors behind each field have been changed in place."""
+        memory, found = self._memory, self._found
+        behind = {
+            "energy": (memory.patterns, found.state),
+            "index": (memory.patterns, found.state),
+            "value": (memory.patterns, memory.values, found.before),
+        }
+        return {
+            name: [x._version for x in tensors if x is not None and not x.is_inference()]
+            for name, tensors in behind.items()
+        }
 
     def __call__(self, name: str) -> Tensor:
         memory, found = self._memory, self._found
+        if self._seen()[name] != self._versions[name]:
+            raise InputError(
+                f"{name} is computed when it is asked for, but states, patterns or values were "
+                "changed in place since: ask for it first, or clone them."
+            )
         if name == "energy":
             return self._restore(memory._energy(found.state))
         if name == "index":
             return self._restore(memory._index(found.state))
         values = memory.patterns if memory.values is None else memory.values
-        return self._restore(memory._attend(found.before, values).mean).to(memory._kind)
+        return self._restore(memory._attend(found.before, values).mean).to(memory._value_kind)
+
+
+def _given_kind(given: Any, kept: Tensor) -> torch.dtype:
+    """The dtype results go back to: the caller's, if it was a real one."""
+    real = isinstance(given, Tensor) and given.is_floating_point()
+    return given.dtype if real else kept.dtype
 
 
 def _range(owner: str, size: int) -> str:
@@ -459,8 +517,11 @@ def _inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Ten
             f"{owner}: a tensor beta must be real and broadcast to the sets of patterns, "
             f"{tuple(sets)}, but is {beta.dtype} of shape {tuple(beta.shape)}."
         )
+    kept = beta.to(patterns.device, patterns.dtype)
     require(
-        (beta > 0) & beta.isfinite(),
-        lambda: f"{owner}: beta, an inverse temperature, must be positive and finite.",
+        (kept > 0) & kept.isfinite(),
+        lambda: (
+            f"{owner}: beta, an inverse temperature, must be positive and finite as {kept.dtype}."
+        ),
     )
-    return beta.to(patterns.device, patterns.dtype)
+    return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -20,28 +21,45 @@ _FORMAT = {"format": "cumulant.memory", "version": "1"}
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors beside the target, then move them there: a file is whole or not there."""
-    target = Path(path)
-    if not target.parent.is_dir() or target.is_dir():
-        raise InputError(f"save: cannot write a file at {target}; is its folder there?")
+    target = _path("save", path)
+    failures = (OSError, import_module("safetensors").SafetensorError)
     save: Any = import_module("safetensors.torch").save_file
-    part = target.with_name(target.name + ".part")
+    part: Path | None = None
     try:
+        if not target.parent.is_dir() or target.is_dir():
+            raise InputError(f"save: cannot write a file at {target}; is its folder there?")
+        target = target.resolve()
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as file:
+            part = Path(file.name)
         save({n: x.contiguous() for n, x in tensors.items()}, str(part), metadata=_FORMAT)
         os.replace(part, target)
-    except OSError as error:
+    except failures as error:
         raise InputError(f"save: cannot write {target}: {error}.") from None
     finally:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def _path(owner: str, path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise InputError(f"{owner}: path must be a path, not {path!r}.") from None
 
 
 def read(path: str | os.PathLike[str], device: str | torch.device) -> dict[str, Tensor]:
     """Tensors of a file that `write` made."""
     package: Any = import_module("safetensors")
-    source = Path(path)
-    if not source.is_file():
-        raise InputError(f"load: there is no file {source}.")
+    source = _path("load", path)
     try:
-        with package.safe_open(str(source), framework="pt", device=str(device)) as file:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(f"load: device {device!r} cannot be used: {error}") from None
+    try:
+        if not source.is_file():
+            raise InputError(f"load: there is no file {source}.")
+        with package.safe_open(str(source), framework="pt", device=str(place)) as file:
             told = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (package.SafetensorError, OSError) as error:

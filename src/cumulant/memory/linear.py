@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -68,17 +70,15 @@ class LinearMemory:
         )
         rest = found.change <= (0.0 if tol is None else tol)
         rows = xi.shape[:-1]
+        state = found.state.reshape(xi.shape)
+        ask = partial(self._answer, state)
+        return Retrieval(state, found.steps.reshape(rows), rest.reshape(rows), ask)
 
-        def ask(name: str) -> Tensor:
-            if name == "energy":
-                return self.energy(found.state).reshape(rows)
-            if name == "index":
-                return (found.state @ self.patterns.mT).argmax(-1).reshape(rows)
-            return found.state.reshape(xi.shape)
-
-        return Retrieval(
-            found.state.reshape(xi.shape), found.steps.reshape(rows), rest.reshape(rows), ask
-        )
+    def _answer(self, state: Tensor, name: str) -> Tensor:
+        """Fields of a `Retrieval` that are computed when asked for."""
+        if name == "energy":
+            return self.energy(state)
+        return (state @ self.patterns.mT).argmax(-1) if name == "index" else state
 
     def _update(self, xi: Tensor) -> Tensor:
         return xi @ self.weights
@@ -119,15 +119,19 @@ class ClassicalMemory(LinearMemory):
             self.patterns.abs() == 1,
             lambda: "ClassicalMemory: patterns must be -1 or 1; use x.sign() if 0 does not occur.",
         )
-        self.weights = self.weights - torch.diag(self.weights.diagonal())
+        # Whole numbers, so that a field of zero is exactly zero.
+        self._sums = self.patterns.mT @ self.patterns
+        self._sums = self._sums - torch.diag(self._sums.diagonal())
+        self.weights = self._sums / self.patterns.shape[-1]
         self.asynchronous = asynchronous
 
+    @torch.no_grad()
     def _update(self, xi: Tensor) -> Tensor:
         if not self.asynchronous:
-            return _sign(xi @ self.weights, xi)
+            return _sign(xi @ self._sums, xi)
         out = xi.clone()
         for unit in range(xi.shape[-1]):
-            out[..., unit] = _sign(out @ self.weights[:, unit], out[..., unit])
+            out[..., unit] = _sign(out @ self._sums[:, unit], out[..., unit])
         return out
 
 

@@ -86,7 +86,10 @@ def energy(
     """E = -G/beta + |state|^2 / 2 + log(N)/beta + M^2 / 2 >= 0 (T19), rows of ``(*batch, Q)``.
 
     Rounding can take a value that is nearly zero below it; it is lifted, and its gradient kept.
+    Where there is no pattern, the logarithm of their number and G are left out.
     """
     square = (state * state).sum(-1)
-    value = (log_count - log_normalizer) / beta + (square + largest * largest) / 2
+    none = log_count == -torch.inf
+    spread = (log_count.masked_fill(none, 0.0) - log_normalizer.masked_fill(none, 0.0)) / beta
+    value = spread + (square + largest * largest) / 2
     return value + (-value).detach().clamp_min(0.0)

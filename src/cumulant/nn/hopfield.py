@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from cumulant.attention import attend, scaled_dot_product_attention
 from cumulant.dynamics.checks import real, whole
 from cumulant.errors import InputError
+from cumulant.kernels.search import largest
+from cumulant.measures.checks import HALF
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
 __all__ = ["Association", "Hopfield", "HopfieldLookup", "HopfieldPooling"]
@@ -27,6 +29,7 @@ class _Space:
     value: Tensor
     beta: Tensor
     mask: Tensor | None
+    dtype: torch.dtype
 
     def read(self, state: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         """softmax(beta state stored') value."""
@@ -55,14 +58,29 @@ class Association:
 
     @cached_property
     def energy(self) -> Tensor:
-        """The energy of `state`, ``(batch, heads, L)``; never negative."""
+        """The energy of `state` among the patterns it sees, ``(batch, heads, L)``, never negative;
+        0 where it sees none."""
         s = self._space
         a = attend(self.state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
         nothing = torch.zeros_like(self.state[..., :1])
         count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)
-        largest = torch.linalg.vector_norm(s.stored, dim=-1).amax(-1, keepdim=True)
         G, log_count = a.log_normalizer, count.log_normalizer
-        return energy(self.state, G, log_count, s.beta[..., 0], largest)
+        return energy(self.state, G, log_count, s.beta[..., 0], self._largest_norm())
+
+    def _largest_norm(self) -> Tensor:
+        """M over the patterns that a state sees, ``(batch, heads, L or 1)``."""
+        s = self._space
+        norms = torch.linalg.vector_norm(s.stored, dim=-1)
+        if s.mask is None:
+            return norms.amax(-1, keepdim=True)
+        seen = s.mask if s.mask.dtype == torch.bool else s.mask > -math.inf
+        named = {
+            "query": torch.ones_like(self.state[..., :1]),
+            "key": norms.detach()[..., None],
+            "mask": seen[(None,) * (4 - seen.ndim)],
+        }
+        at = largest(named).index[..., 0]
+        return norms.gather(-1, at.clamp_min(0)).masked_fill(at < 0, 0.0)
 
 
 class Hopfield(nn.Module):
@@ -189,13 +207,11 @@ class Hopfield(nn.Module):
             self.bias_stored = nn.Parameter(torch.empty(self.heads, 1, self.head_size))
             self.bias_value = nn.Parameter(torch.empty(self.heads, 1, self.read_size))
         self.zero_pattern = zero_pattern
-        start = 1 / math.sqrt(self.head_size) if beta is None else beta
-        self.log_beta: Tensor
-        log_beta = _log_beta(me, start, self.heads)
-        if learn_beta:
-            self.log_beta = nn.Parameter(log_beta)
-        else:
-            self.register_buffer("log_beta", log_beta)
+        start = _per_head(me, 1 / math.sqrt(self.head_size) if beta is None else beta, self.heads)
+        self.fixed_beta: Tensor | None
+        self.log_beta: nn.Parameter | None
+        self.register_buffer("fixed_beta", None if learn_beta else start)
+        self.register_parameter("log_beta", nn.Parameter(start.log()) if learn_beta else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -216,6 +232,10 @@ class Hopfield(nn.Module):
         for norm in (self.norm_state, self.norm_stored, self.norm_value, self.norm_space):
             if norm is not None:
                 norm.reset_parameters()
+        for name in ("states", "patterns", "values"):  # of pooling and lookup
+            rows = getattr(self, name, None)
+            if rows is not None:
+                nn.init.normal_(rows, std=0.02)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_size={self.head_size}, steps={self.steps}, tol={self.tol}"
@@ -223,7 +243,11 @@ class Hopfield(nn.Module):
     @property
     def beta(self) -> Tensor:
         """The inverse temperature of each head, ``(heads,)``."""
-        return self.log_beta.exp()
+        if self.log_beta is not None:
+            return self.log_beta.to(torch.promote_types(self.log_beta.dtype, torch.float32)).exp()
+        if self.fixed_beta is None:
+            raise RuntimeError("a layer has a fixed or a learned beta")
+        return self.fixed_beta
 
     def forward(
         self,
@@ -267,7 +291,7 @@ class Hopfield(nn.Module):
             separate=False,
         )
         heads = space.read(found.state, space.value, self.dropout if self.training else 0.0)
-        output = heads.transpose(-3, -2).flatten(-2)
+        output = heads.transpose(-3, -2).flatten(-2).to(space.dtype)
         if self.project_output is not None:
             output = self.project_output(output)
         return Association(output, space, found)
@@ -311,15 +335,21 @@ class Hopfield(nn.Module):
             k, v = (_append(x, x.new_zeros(self.heads, 1, x.shape[-1])) for x in (k, v))
             more += 1
         if mask is not None and more:
-            if mask.ndim < 2 or mask.shape[-1] not in (1, stored.shape[1]):
+            if not isinstance(mask, Tensor) or mask.shape[-1:] not in ((1,), (stored.shape[1],)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(
-                    f"{type(self).__name__}: mask must broadcast to (batch, heads, L, S), but has "
-                    f"shape {tuple(mask.shape)}."
+                    f"{type(self).__name__}: mask must broadcast to (batch, heads, L, S), but is "
+                    f"{came}."
                 )
             mask = mask.expand(*mask.shape[:-1], stored.shape[1])
             visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
             mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
-        return _Space(q, k, v, self.beta.to(q.dtype)[:, None, None], mask)
+        kind = q.dtype
+        wide = torch.float32 if kind in HALF else kind
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(wide)
+        return _Space(q, k, v, self.beta.to(wide)[:, None, None], mask, kind)
 
     def _heads(
         self, x: Tensor, norm: nn.LayerNorm | None, project: nn.Linear | None, size: int
@@ -364,8 +394,11 @@ def _head_size(me: str, layer: Hopfield, given: Any, state: bool, stored: bool) 
     return size
 
 
-def _log_beta(me: str, beta: Any, heads: int) -> Tensor:
-    x = torch.as_tensor(beta, dtype=torch.get_default_dtype()).detach().clone()
+def _per_head(me: str, beta: Any, heads: int) -> Tensor:
+    try:
+        x = torch.as_tensor(beta, dtype=torch.get_default_dtype()).detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{me}: beta must be a number or a tensor, not {beta!r:.40}.") from None
     if x.ndim > 1 or x.numel() not in (1, heads):
         raise InputError(
             f"{me}: beta must be a number or one for each of {heads} heads, but has shape "
@@ -373,7 +406,7 @@ def _log_beta(me: str, beta: Any, heads: int) -> Tensor:
         )
     if not bool(((x > 0) & x.isfinite()).all()):
         raise InputError(f"{me}: beta must be positive and finite.")
-    return x.expand(heads).log().clone()
+    return x.expand(heads).clone()
 
 
 class HopfieldPooling(Hopfield):
@@ -398,7 +431,7 @@ class HopfieldPooling(Hopfield):
         count = whole("HopfieldPooling", "quantity", quantity, 1)
         states = torch.empty(count, self.state_size)
         self.states = nn.Parameter(states, requires_grad=learn_states)
-        nn.init.normal_(self.states, std=0.02)
+        self.reset_parameters()
 
     def associate(
         self,
@@ -459,9 +492,7 @@ class HopfieldLookup(Hopfield):
             self.values = nn.Parameter(
                 torch.empty(count, self.value_size), requires_grad=learn_values
             )
-        for rows in (self.patterns, self.values):
-            if rows is not None:
-                nn.init.normal_(rows, std=0.02)
+        self.reset_parameters()
 
     def associate(
         self,
