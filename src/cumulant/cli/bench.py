@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -43,74 +44,53 @@ Output = Annotated[
 ]
 
 
-@bench.command()
-def calculus(
-    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
-) -> None:
-    """Attention and its derivatives against torch's attention.
+# Name: title of the page, and what --help says.
+_BENCHES = {
+    "calculus": (
+        "What the calculus of attention costs",
+        """Attention and its derivatives against torch's attention.
 
-    About five minutes; --quick takes ten seconds.
-    """
-    from cumulant.bench.calculus import run
+        About five minutes; --quick takes ten seconds.""",
+    ),
+    "measures": (
+        "What measures cost",
+        """Measures against the kernel, a broadcast torch expression and scipy's optimizers.
 
-    title = "What the calculus of attention costs"
-    _measure("calculus", title, run, rounds, quick, as_json, output)
+        About three minutes and, for the broadcast expression, 13 GB; --quick takes ten seconds.""",
+    ),
+    "dynamics": (
+        "What dynamics cost",
+        """Dynamics against torch's attention, a loop over clouds, and plain iteration.
 
+        About two minutes; --quick takes ten seconds.""",
+    ),
+    "memory": (
+        "What retrieval costs",
+        """Retrieval against torch's attention and a Hopfield layer in plain torch.
 
-@bench.command()
-def measures(
-    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
-) -> None:
-    """Measures against the kernel, a broadcast torch expression and scipy's optimizers.
+        About four minutes; --quick takes ten seconds.""",
+    ),
+    "contrastive": (
+        "What the contrastive loss costs",
+        """The contrastive loss against cross-entropy on the full matrix.
 
-    About three minutes and, for the broadcast expression, 13 GB; --quick takes ten seconds.
-    """
-    from cumulant.bench.measures import run
-
-    title = "What measures cost"
-    _measure("measures", title, run, rounds, quick, as_json, output)
-
-
-@bench.command()
-def dynamics(
-    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
-) -> None:
-    """Dynamics against torch's attention, a loop over clouds, and plain iteration.
-
-    About two minutes; --quick takes ten seconds.
-    """
-    from cumulant.bench.dynamics import run
-
-    title = "What dynamics cost"
-    _measure("dynamics", title, run, rounds, quick, as_json, output)
+        About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.""",
+    ),
+}
 
 
-@bench.command()
-def memory(
-    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
-) -> None:
-    """Retrieval against torch's attention and a Hopfield layer in plain torch.
+def _command(name: str, title: str) -> Callable[..., None]:
+    def command(
+        rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+    ) -> None:
+        run = import_module(f"cumulant.bench.{name}").run
+        _measure(name, title, run, rounds, quick, as_json, output)
 
-    About two minutes; --quick takes ten seconds.
-    """
-    from cumulant.bench.memory import run
-
-    title = "What retrieval costs"
-    _measure("memory", title, run, rounds, quick, as_json, output)
+    return command
 
 
-@bench.command()
-def contrastive(
-    rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
-) -> None:
-    """The contrastive loss against cross-entropy on the full matrix.
-
-    About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.
-    """
-    from cumulant.bench.contrastive import run
-
-    title = "What the contrastive loss costs"
-    _measure("contrastive", title, run, rounds, quick, as_json, output)
+for _name, (_title, _help) in _BENCHES.items():
+    bench.command(_name, help=_help)(_command(_name, _title))
 
 
 def _measure(

@@ -3,8 +3,9 @@
 from cumulant.memory.capacity import Capacity, Recall, capacity, recall
 from cumulant.memory.classes import Classes, classify
 from cumulant.memory.compare import Comparison, Run, compare
-from cumulant.memory.dense import Memory, Retrieval
+from cumulant.memory.dense import Memory
 from cumulant.memory.linear import ClassicalMemory, LinearMemory
+from cumulant.memory.retrieval import Retrieval
 
 __all__ = [
     "Capacity",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -18,49 +17,10 @@ from cumulant.kernels.search import largest
 from cumulant.measures.checks import finite, numbers, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
-from cumulant.memory.retrieval import Settled, energy, plan, settle
+from cumulant.memory.inputs import checked, given_kind, inverse_temperature, out_of_range
+from cumulant.memory.retrieval import Retrieval, Rows, Settled, energy, plan, settle
 
 __all__ = ["Memory", "Retrieval"]
-
-
-class Retrieval:
-    """What `Memory.retrieve` found; ``energy``, ``index``, ``value`` are computed when asked for.
-
-    ============= ================== ============================================================
-    field         shape              what it is
-    ============= ================== ============================================================
-    ``state``     ``(*batch, Q, d)`` where each query came to
-    ``steps``     ``(*batch, Q)``    how many updates it took
-    ``converged`` ``(*batch, Q)``    whether its last update moved it by at most ``tol``
-    ``energy``    ``(*batch, Q)``    the energy there
-    ``index``     ``(*batch, Q)``    the stored pattern of the largest weight there
-    ``value``     ``(*batch, Q, e)`` E[v] under the weights of the last update: what is stored with
-                                     the patterns, or the patterns themselves
-    ============= ================== ============================================================
-    """
-
-    def __init__(self, state: Tensor, steps: Tensor, converged: Tensor, ask: Any) -> None:
-        self.state = state
-        self.steps = steps
-        self.converged = converged
-        self._ask: Callable[[str], Tensor] = ask
-
-    def __repr__(self) -> str:
-        done, all_of = int(self.converged.sum()), self.converged.numel()
-        most = int(self.steps.max()) if all_of else 0
-        return f"Retrieval({all_of} queries, {done} converged, at most {most} steps)"
-
-    @cached_property
-    def energy(self) -> Tensor:
-        return self._ask("energy")
-
-    @cached_property
-    def index(self) -> Tensor:
-        return self._ask("index")
-
-    @cached_property
-    def value(self) -> Tensor:
-        return self._ask("value")
 
 
 class Memory:
@@ -93,11 +53,11 @@ class Memory:
     def __init__(
         self, patterns: Tensor, beta: float | Tensor = 1.0, *, values: Tensor | None = None
     ) -> None:
-        got = _checked("Memory", patterns=patterns, values=values)
+        got = checked("Memory", patterns=patterns, values=values)
         self.patterns, self.values = got["patterns"], got.get("values")
-        self._kind = _given_kind(patterns, self.patterns)
-        self._value_kind = _given_kind(patterns if values is None else values, self.patterns)
-        self.beta = _inverse_temperature("Memory", beta, self.patterns)
+        self._kind = given_kind(patterns, self.patterns)
+        self._value_kind = given_kind(patterns if values is None else values, self.patterns)
+        self.beta = inverse_temperature("Memory", beta, self.patterns)
 
     def __len__(self) -> int:
         """How many patterns each set holds."""
@@ -337,7 +297,7 @@ class Memory:
             "states and patterns down, or use a wider dtype."
         )
 
-    def _states(self, owner: str, state: Tensor) -> tuple[Tensor, _Rows]:
+    def _states(self, owner: str, state: Tensor) -> tuple[Tensor, Rows]:
         """States as the kernels take them, and the way back for a row quantity."""
         xi = finite(owner, "state", numbers(owner, state=state)[0]["state"])
         d, sets = self.patterns.shape[-1], self.patterns.shape[:-2]
@@ -354,7 +314,7 @@ class Memory:
         xi = finite(owner, f"state as {self.patterns.dtype}", xi.to(self.patterns.dtype))
         shape = xi.shape
         if not sets:  # one set of patterns: all states are queries of it
-            return xi.reshape(-1, d), _Rows(shape[:-1])
+            return xi.reshape(-1, d), Rows(shape[:-1])
         try:
             batch = torch.broadcast_shapes(shape[:-2], sets)
         except RuntimeError:
@@ -362,7 +322,7 @@ class Memory:
                 f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the "
                 f"sets of patterns, {tuple(sets)}."
             ) from None
-        return xi.expand(*batch, *shape[-2:]), _Rows(None)
+        return xi.expand(*batch, *shape[-2:]), Rows(None)
 
     def _rows_of(self, owner: str, index: Any, state: Tensor, xi: Tensor) -> Tensor:
         try:
@@ -379,7 +339,7 @@ class Memory:
                 f"{owner}: index must be whole numbers of shape {tuple(state.shape[:-1])}, one for "
                 f"each state, but is {at.dtype} of shape {tuple(at.shape)}."
             ) from None
-        require((at >= 0) & (at < len(self)), lambda: _range(owner, len(self)))
+        require((at >= 0) & (at < len(self)), lambda: out_of_range(owner, len(self)))
         return at.long()
 
     def _numbers(self, owner: str, index: Any) -> Tensor:
@@ -391,7 +351,7 @@ class Memory:
         if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
             raise InputError(f"{owner}: index must be whole numbers, not {at.dtype}.")
         at = at.long()
-        require((at >= 0) & (at < len(self)), lambda: _range(owner, len(self)))
+        require((at >= 0) & (at < len(self)), lambda: out_of_range(owner, len(self)))
         if len(at.unique()) != len(at):
             raise InputError(f"{owner}: index names a pattern twice.")
         return at
@@ -399,7 +359,7 @@ class Memory:
     def _like_stored(
         self, owner: str, patterns: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        got = _checked(owner, patterns=patterns, values=values)
+        got = checked(owner, patterns=patterns, values=values)
         if (values is None) != (self.values is None):
             need = "has no values" if self.values is None else "needs values for new patterns"
             raise InputError(f"{owner}: this memory {need}.")
@@ -425,20 +385,10 @@ class Memory:
         return out[0], out[1]
 
 
-class _Rows:
-    """The way back to the shape of the states for a quantity of every row."""
-
-    def __init__(self, shape: torch.Size | None) -> None:
-        self._shape = shape
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x if self._shape is None else x.reshape(*self._shape, *x.shape[1:])
-
-
 class _Answers:
     """Fields of a `Retrieval` that cost another pass."""
 
-    def __init__(self, memory: Memory, found: Settled, restore: _Rows) -> None:
+    def __init__(self, memory: Memory, found: Settled, restore: Rows) -> None:
         self._memory, self._found, self._restore = memory, found, restore
         self._versions = self._seen()
 
@@ -472,56 +422,3 @@ class _Answers:
             return self._restore(memory._index(found.state))
         values = memory.patterns if memory.values is None else memory.values
         return self._restore(memory._attend(found.before, values).mean).to(memory._value_kind)
-
-
-def _given_kind(given: Any, kept: Tensor) -> torch.dtype:
-    """The dtype results go back to: the caller's, if it was a real one."""
-    real = isinstance(given, Tensor) and given.is_floating_point()
-    return given.dtype if real else kept.dtype
-
-
-def _range(owner: str, size: int) -> str:
-    return f"{owner}: index must lie between 0 and {size - 1}, the numbers of stored patterns."
-
-
-def _checked(owner: str, *, patterns: Tensor, values: Tensor | None) -> dict[str, Tensor]:
-    """Finite patterns ``(*sets, N, d)`` and values of the same length."""
-    given = {"patterns": patterns} if values is None else {"patterns": patterns, "values": values}
-    got, _ = numbers(owner, **given)
-    x = finite(owner, "patterns", got["patterns"])
-    if x.ndim < 2 or 0 in x.shape:
-        raise InputError(
-            f"{owner}: patterns must have shape (*sets, N, d), N and d at least 1, but have "
-            f"{tuple(x.shape)}. A single pattern goes in as x[None]."
-        )
-    if values is not None:
-        v = finite(owner, "values", got["values"])
-        if v.ndim != x.ndim or v.shape[:-1] != x.shape[:-1]:
-            raise InputError(
-                f"{owner}: values must have shape {(*x.shape[:-1], 'e')}, one for each pattern, "
-                f"but have {tuple(v.shape)}."
-            )
-    return got
-
-
-def _inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tensor:
-    if not isinstance(beta, Tensor):
-        return real(owner, "beta", beta, least=0.0, open_at_least=True)
-    sets = patterns.shape[:-2]
-    try:
-        fits = torch.broadcast_shapes(beta.shape, sets) == sets
-    except RuntimeError:
-        fits = False
-    if not fits or not beta.is_floating_point():
-        raise InputError(
-            f"{owner}: a tensor beta must be real and broadcast to the sets of patterns, "
-            f"{tuple(sets)}, but is {beta.dtype} of shape {tuple(beta.shape)}."
-        )
-    kept = beta.to(patterns.device, patterns.dtype)
-    require(
-        (kept > 0) & kept.isfinite(),
-        lambda: (
-            f"{owner}: beta, an inverse temperature, must be positive and finite as {kept.dtype}."
-        ),
-    )
-    return kept

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers, require
-from cumulant.memory.dense import Retrieval
-from cumulant.memory.retrieval import plan, settle
+from cumulant.memory.retrieval import Retrieval, plan, settle
 
 __all__ = ["ClassicalMemory", "LinearMemory"]
 

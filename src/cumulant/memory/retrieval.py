@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cumulant.dynamics.checks import real, whole
 
-__all__ = ["Settled", "energy", "plan", "settle"]
+__all__ = ["Retrieval", "Rows", "Settled", "energy", "plan", "settle"]
 
 MOST_STEPS = 1000
 
@@ -93,3 +94,53 @@ def energy(
     spread = (log_count.masked_fill(none, 0.0) - log_normalizer.masked_fill(none, 0.0)) / beta
     value = spread + (square + largest * largest) / 2
     return value + (-value).detach().clamp_min(0.0)
+
+
+class Rows:
+    """The way back to the shape of the states for a quantity of every row."""
+
+    def __init__(self, shape: torch.Size | None) -> None:
+        self._shape = shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self._shape is None else x.reshape(*self._shape, *x.shape[1:])
+
+
+class Retrieval:
+    """What `Memory.retrieve` found; ``energy``, ``index``, ``value`` are computed when asked for.
+
+    ============= ================== ============================================================
+    field         shape              what it is
+    ============= ================== ============================================================
+    ``state``     ``(*batch, Q, d)`` where each query came to
+    ``steps``     ``(*batch, Q)``    how many updates it took
+    ``converged`` ``(*batch, Q)``    whether its last update moved it by at most ``tol``
+    ``energy``    ``(*batch, Q)``    the energy there
+    ``index``     ``(*batch, Q)``    the stored pattern of the largest weight there
+    ``value``     ``(*batch, Q, e)`` E[v] under the weights of the last update: what is stored with
+                                     the patterns, or the patterns themselves
+    ============= ================== ============================================================
+    """
+
+    def __init__(self, state: Tensor, steps: Tensor, converged: Tensor, ask: Any) -> None:
+        self.state = state
+        self.steps = steps
+        self.converged = converged
+        self._ask: Callable[[str], Tensor] = ask
+
+    def __repr__(self) -> str:
+        done, all_of = int(self.converged.sum()), self.converged.numel()
+        most = int(self.steps.max()) if all_of else 0
+        return f"Retrieval({all_of} queries, {done} converged, at most {most} steps)"
+
+    @cached_property
+    def energy(self) -> Tensor:
+        return self._ask("energy")
+
+    @cached_property
+    def index(self) -> Tensor:
+        return self._ask("index")
+
+    @cached_property
+    def value(self) -> Tensor:
+        return self._ask("value")

@@ -1,4 +1,4 @@
-"""Hopfield layers: association of two sets, pooling, lookup (THEORY T19, after Ramsauer et al.)."""
+"""`Hopfield`: association of two sets as a layer (THEORY T19, after Ramsauer et al.)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cumulant.kernels.search import largest
 from cumulant.measures.checks import HALF
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
-__all__ = ["Association", "Hopfield", "HopfieldLookup", "HopfieldPooling"]
+__all__ = ["Association", "Hopfield"]
 
 
 @dataclass(frozen=True)
@@ -407,105 +407,3 @@ def _per_head(me: str, beta: Any, heads: int) -> Tensor:
     if not bool(((x > 0) & x.isfinite()).all()):
         raise InputError(f"{me}: beta must be positive and finite.")
     return x.expand(heads).clone()
-
-
-class HopfieldPooling(Hopfield):
-    """Pooling by learned states: a set of any length becomes `quantity` vectors.
-
-    Args:
-        input_size: features of the set's members.
-        quantity: how many states.
-        learn_states: False leaves them as they were drawn.
-        options: of `Hopfield`.
-
-    >>> import torch, cumulant as cm
-    >>> cm.nn.HopfieldPooling(32, quantity=2, heads=4)(torch.randn(8, 100, 32)).shape
-    torch.Size([8, 2, 32])
-    """
-
-    def __init__(
-        self, input_size: int, *, quantity: int = 1, learn_states: bool = True, **options: Any
-    ) -> None:
-        options = {"stored_size": input_size, **options}
-        super().__init__(input_size, **options)
-        count = whole("HopfieldPooling", "quantity", quantity, 1)
-        states = torch.empty(count, self.state_size)
-        self.states = nn.Parameter(states, requires_grad=learn_states)
-        self.reset_parameters()
-
-    def associate(
-        self,
-        state: Tensor,
-        stored: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-    ) -> Association:
-        """Pool ``(batch, S, input_size)``, given first; `value` may differ from it."""
-        if stored is not None:
-            raise InputError(
-                "HopfieldPooling takes the set, and values by name: layer(x, value=v)."
-            )
-        count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
-        states = self.states.expand(count, -1, -1)
-        return super().associate(states, state, value, mask=mask)
-
-
-class HopfieldLookup(Hopfield):
-    """Lookup in learned patterns: the layer's own memory, the same for every input.
-
-    Args:
-        input_size: features of the states that come in.
-        quantity: how many patterns are stored.
-        learn_patterns: False leaves them as they were drawn.
-        separate_values: values of their own; otherwise the patterns are read (projected apart).
-        learn_values: False leaves those as they were drawn.
-        options: of `Hopfield`.
-
-    >>> import torch, cumulant as cm
-    >>> cm.nn.HopfieldLookup(32, quantity=100, heads=4)(torch.randn(8, 5, 32)).shape
-    torch.Size([8, 5, 32])
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        *,
-        quantity: int = 1,
-        learn_patterns: bool = True,
-        separate_values: bool = False,
-        learn_values: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(input_size, **options)
-        count = whole("HopfieldLookup", "quantity", quantity, 1)
-        if not separate_values and self.value_size != self.stored_size:
-            raise InputError(
-                f"HopfieldLookup: a value_size of {self.value_size} beside a stored_size of "
-                f"{self.stored_size} needs separate_values=True."
-            )
-        self.patterns = nn.Parameter(
-            torch.empty(count, self.stored_size), requires_grad=learn_patterns
-        )
-        self.values = None
-        if separate_values:
-            self.values = nn.Parameter(
-                torch.empty(count, self.value_size), requires_grad=learn_values
-            )
-        self.reset_parameters()
-
-    def associate(
-        self,
-        state: Tensor,
-        stored: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-    ) -> Association:
-        """Look up ``(batch, L, input_size)``."""
-        if stored is not None or value is not None:
-            raise InputError("HopfieldLookup has its own patterns and values; pass states alone.")
-        count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
-        patterns = self.patterns.expand(count, -1, -1)
-        values = None if self.values is None else self.values.expand(count, -1, -1)
-        return super().associate(state, patterns, values, mask=mask)
