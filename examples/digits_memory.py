@@ -88,10 +88,14 @@ def draw(x: Tensor, recall: dict[int, Tensor], path: str) -> None:
         for part, first, text in zip(top.subfigures(1, 2), (0, count), told, strict=True):
             grid = part.subplots(len(rows), count, gridspec_kw={"wspace": 0.08, "hspace": 0.08})
             for line, (name, states) in zip(grid, rows.items(), strict=True):
-                for axes, state in zip(line, states[first : first + count], strict=True):
+                for axes, state, right in zip(
+                    line, states[first : first + count], shown[first : first + count], strict=True
+                ):
                     tidy(axes)
                     axes.set(xticks=[], yticks=[])
                     axes.spines[:].set(visible=True, linewidth=0.5)
+                    if name in NAMES and int((state.sign() != right).sum()) > 2:
+                        axes.spines[:].set(linewidth=1.6, edgecolor=COLORS[1])
                     size = float(state.abs().max())
                     axes.imshow(-state.view(8, 8), cmap="gray", vmin=-size, vmax=size)
                 if first == 0:
@@ -99,14 +103,18 @@ def draw(x: Tensor, recall: dict[int, Tensor], path: str) -> None:
             part.supxlabel(text, fontsize=9.5)
         pair = bottom.subplots(1, 2, sharey=True)
         for axes, (size, found) in zip(pair, recall.items(), strict=True):
-            for i, (name, dash) in enumerate(zip(NAMES, ("-", "--", "-"), strict=True)):
-                look = {"color": COLORS[(1, 4, 0)[i]], "linestyle": dash, "marker": "o", "ms": 4}
-                axes.plot([100 * s for s in SHARES], 100 * found[:-1, i], label=name, **look)
+            names = [*NAMES, "nearest stored digit"]
+            for i, (name, dash) in enumerate(zip(names, ("-", "--", "-", ":"), strict=True)):
+                look = {"color": (*COLORS, MUTED)[(1, 4, 0, -1)[i]], "linestyle": dash}
+                at = [100 * s for s in SHARES]
+                mark = {} if dash == ":" else {"marker": "o", "ms": 4}
+                axes.plot(at, 100 * found[:-1, i], label=name, **mark, **look)
             axes.set(title=f"{size} digits stored", xlabel="pixels flipped, %", ylim=(-4, 104))
         pair[0].set_ylabel("recalled, %")
         pair[1].legend(loc="upper right")
         means = ", ".join(f"{trials} of {size}" for size, trials in TRIALS.items())
-        bottom.supxlabel(f"means over random choices: {means}", fontsize=8.5, color=MUTED)
+        told = f"recalled: at most 2 of 64 pixels wrong (others framed in red); means over {means}"
+        bottom.supxlabel(told, fontsize=8.5, color=MUTED)
     write(figure, path)
 
 

@@ -112,6 +112,12 @@ class TestRetrieve:
         plain = cm.Memory(patterns, beta=0.8).retrieve(x, 2)
         torch.testing.assert_close(plain.value, plain.state)
 
+    def test_value_is_of_the_last_update_with_tol_too(self):
+        patterns, x = patterns_and_states(n=30)
+        found = cm.Memory(patterns, beta=0.8, values=patterns * 2).retrieve(x, tol=1e-2)
+        torch.testing.assert_close(found.value, 2 * found.state)
+        assert (found.steps > 1).any()
+
     def test_sets_with_their_own_beta(self):
         patterns, x = patterns_and_states((2, 3))
         beta = torch.rand(2, 3, dtype=torch.float64) + 0.5
@@ -299,7 +305,7 @@ good = torch.randn(4, 3)
         (lambda: cm.Memory(good[0]), r"x\[None\]"),
         (lambda: cm.Memory(torch.full((2, 2), math.nan)), "NaN"),
         (lambda: cm.Memory(torch.full((2, 2), math.inf)), "infinity"),
-        (lambda: cm.Memory(good, values=torch.ones(3, 1)), "one for each pattern"),
+        (lambda: cm.Memory(good, values=torch.ones(3, 1)), "one row for each pattern"),
         (lambda: cm.Memory(good).retrieve(torch.ones(2, 4)), "to meet patterns"),
         (lambda: cm.Memory(good).retrieve(torch.ones(3)), r"x\[None\]"),
         (lambda: cm.Memory(good).retrieve(good, -1), "steps"),

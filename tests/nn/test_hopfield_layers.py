@@ -183,6 +183,9 @@ class TestSteps:
         x, y = torch.randn(1, 10, 6), torch.randn(1, 9, 6)
         done = layer.associate(x, y)
         assert len(done.steps.unique()) > 1
+        assert done.converged.all()
+        capped = Hopfield(6, heads=2, tol=1e-5, steps=2, beta=1.5, **PLAIN).associate(x, y)
+        assert not capped.converged.all()
         for i in range(10):
             alone = layer.associate(x[:, i : i + 1], y)
             assert torch.equal(alone.steps, done.steps[:, :, i : i + 1])
@@ -269,7 +272,8 @@ x = torch.randn(2, 5, 8)
         (lambda: Hopfield(8)(x, x[:1]), "batch"),
         (lambda: Hopfield(8)(x, x, x[:, :2]), "length"),
         (lambda: Hopfield(8)(x[..., :3]), "state must have shape"),
-        (lambda: Hopfield(8)(x, mask=torch.ones(3, 3).bool()), "attn_mask"),
+        (lambda: Hopfield(8)(x, mask=torch.ones(3, 3).bool()), "mask must be"),
+        (lambda: Hopfield(8)(x, mask=torch.ones(5, 5).long()), "mask must be"),
         (lambda: Hopfield(8, zero_pattern=True)(x, mask=torch.ones(3).bool()), "mask"),
         (lambda: HopfieldPooling(8)(x, x), "by name"),
         (lambda: HopfieldLookup(8)(x, x), "its own patterns"),

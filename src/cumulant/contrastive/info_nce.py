@@ -130,8 +130,9 @@ def info_nce(
             there are fewer; or a boolean mask ``(*batch, M, N)``. Key i belongs to anchor i if left
             out. Several positives count alike: the mean of their losses, as in SupCon.
         labels: whole numbers; keys of an anchor's label are its positives (linear in memory, where
-            a mask is not). One tensor if anchors and keys are the same points, otherwise
-            ``(labels of anchors, labels of keys)``.
+            a mask is not). One tensor if anchors and keys are the same points (then exclude="self",
+            or each is its own positive), otherwise ``(labels of anchors, labels of keys)``. -1 is a
+            label like others, and keys of a queue have none.
         temperature: t > 0, a number or a tensor with one entry (`Temperature` learns it).
         similarity: "cosine" divides by the norms, "dot" takes the vectors as they are.
         symmetric: the mean of this loss and that of the keys as anchors (CLIP), from the same
@@ -139,8 +140,8 @@ def info_nce(
         log_weights: ``(*batch, N)``, added to all scores of a key, the positive's included: logQ
             correction is ``-log_probability``. With a queue also ``(*batch, N + Q)``.
         exclude: pairs that do not count, such as false negatives: "self" for (i, i), key numbers
-            ``(*batch, M, K)`` with -1 for none, or a boolean mask ``(*batch, M, N)``, True = left
-            out. A positive cannot be left out.
+            ``(M,)`` or ``(*batch, M, K)`` with -1 for none, or a boolean mask ``(*batch, M, N)``,
+            True = left out. A positive cannot be left out.
         queue: ``(Q, d)``, more negatives for every anchor, such as ``KeyQueue.keys``.
         in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
         reduction: "mean" over anchors, "sum" or "none".
@@ -156,7 +157,6 @@ def info_nce(
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(8, 16)
-    >>> loss = cm.contrastive.info_nce(x, x + 0.1 * torch.randn(8, 16))
     >>> logits = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(x).T / 0.07
     >>> exact = torch.nn.functional.cross_entropy(logits, torch.arange(8))
     >>> torch.allclose(cm.contrastive.info_nce(x, x), exact, atol=1e-5)

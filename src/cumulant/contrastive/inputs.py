@@ -33,7 +33,8 @@ def vectors(
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype not in _KINDS or x.layout != torch.strided:
             what = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"info_nce: {name} must be a dense real tensor, not {what}.")
+            hint = " Pass its .keys." if hasattr(x, "keys") else ""
+            raise InputError(f"info_nce: {name} must be a dense real tensor, not {what}.{hint}")
         if x.ndim < 2 or x.shape[-1] != query.shape[-1]:
             shapes = ", ".join(f"{n}={tuple(y.shape)}" for n, y in given.items())
             raise InputError(
@@ -103,8 +104,9 @@ def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
                 raise TypeError
             value = float(temperature)
         except (TypeError, ValueError):
+            hint = " Call it: temperature=t()." if callable(temperature) else ""
             raise InputError(
-                f"info_nce: temperature must be a number, not {type(temperature).__name__}."
+                f"info_nce: temperature must be a number, not {type(temperature).__name__}.{hint}"
             ) from None
     good = torch.as_tensor(value, dtype=like.dtype)
     require(
@@ -151,7 +153,10 @@ def excluded(
         tags, mask = (index, own), None
     require(
         ~overlap,
-        lambda: "info_nce: exclude leaves out a positive; a loss needs its positives.",
+        lambda: (
+            "info_nce: exclude leaves out a positive, and a loss needs its positives. For views of "
+            "the same things use nt_xent, or say with positives= or labels= what belongs together."
+        ),
     )
     return tags, mask
 

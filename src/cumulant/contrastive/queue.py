@@ -17,7 +17,8 @@ __all__ = ["KeyQueue", "Temperature"]
 class KeyQueue(nn.Module):
     """The last `size` keys, oldest first out (MoCo; He et al., 2020).
 
-    ``keys`` holds those that are there, oldest first. Everything is in the state_dict, so a
+    ``keys`` holds those that are there, oldest first. Push a batch after its loss: pushed before,
+    its keys would be negatives of their own anchors. Everything is in the state_dict, so a
     checkpoint taken while the queue fills goes on where it was.
 
     >>> import torch, cumulant as cm

@@ -57,9 +57,9 @@ def classify(
     """Sort attention heads by how many keys their weights spread over (T21).
 
     k is the fewest weights that hold 0.90 of the mass. With the median over queries of k / N: class
-    I above 1/2 (a global average), II above 1/8, III above 1/32, IV below (a few patterns), as in
-    Ramsauer et al. (2021). N counts the keys a query sees, so causal heads are judged fairly. Rows
-    are sorted strip by strip, so no M x N array is kept.
+    I above 1/2 (a global average), II above 1/8, III above 1/32, IV at most that (a few patterns),
+    as in Ramsauer et al. (2021). N counts the keys a query sees, so causal heads are judged fairly.
+    Rows are sorted strip by strip, so no M x N array is kept.
 
     Args:
         query, key, attn_mask, is_causal, scale, enable_gqa, window: as in `cumulant.attend`; the

@@ -34,7 +34,8 @@ class Memory:
     connection, never raises it. All of it streams over the patterns: memory is linear in Q + N.
 
     Args:
-        patterns: ``(*sets, N, d)``; there is no 1/sqrt(d).
+        patterns: ``(*sets, N, d)``, not copied; there is no 1/sqrt(d). Images go in flat:
+            ``x.flatten(1)``. States are converted to their dtype.
         beta: inverse temperature, a positive number, or a tensor that broadcasts to ``sets`` (one
             for each head or set of patterns). Large is precise, small blends patterns.
         values: ``(*sets, N, e)``, stored with the patterns and read by ``retrieve(...).value``.
@@ -95,7 +96,8 @@ class Memory:
 
         Returns:
             Retrieval: differentiable in states, patterns, values and beta. Without `tol`,
-            ``converged`` asks for a change of at most sqrt(eps) M.
+            ``converged`` asks for a change of at most sqrt(eps) M in the last update, which one
+            update from afar hardly ever meets.
 
         >>> import torch, cumulant as cm
         >>> memory = cm.Memory(torch.randn(100, 32), beta=1.0)

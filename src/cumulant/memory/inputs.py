@@ -39,8 +39,9 @@ def checked(owner: str, *, patterns: Tensor, values: Tensor | None) -> dict[str,
         v = finite(owner, "values", got["values"])
         if v.ndim != x.ndim or v.shape[:-1] != x.shape[:-1]:
             raise InputError(
-                f"{owner}: values must have shape {(*x.shape[:-1], 'e')}, one for each pattern, "
-                f"but have {tuple(v.shape)}."
+                f"{owner}: values must have one row for each pattern, (*sets, N, e) beside "
+                f"{tuple(x.shape)}, but have {tuple(v.shape)}. Class labels go in as "
+                "one_hot(labels).float()."
             )
     return got
 

@@ -131,7 +131,7 @@ class Retrieval:
     def __repr__(self) -> str:
         done, all_of = int(self.converged.sum()), self.converged.numel()
         most = int(self.steps.max()) if all_of else 0
-        return f"Retrieval({all_of} queries, {done} converged, at most {most} steps)"
+        return f"Retrieval({all_of} queries, at most {most} steps; {done} at rest)"
 
     @cached_property
     def energy(self) -> Tensor:

@@ -41,14 +41,21 @@ class _Space:
 class Association:
     """What a Hopfield layer did; ``state`` and ``energy`` cost another pass when asked for.
 
-    Attributes:
-        output: ``(batch, L, output size)``.
-        steps: ``(batch, heads, L)``, how many associations it took.
+    ============= =================================== ==========================================
+    field         shape                               what it is
+    ============= =================================== ==========================================
+    ``output``    ``(batch, L, output_size)``         what the layer returns
+    ``steps``     ``(batch, heads, L)``               how many associations it took
+    ``converged`` ``(batch, heads, L)``               whether the state came to rest within `tol`
+    ``state``     ``(batch, heads, L, head_size)``    where the last association takes the states
+    ``energy``    ``(batch, heads, L)``               their energy there
+    ============= =================================== ==========================================
     """
 
-    def __init__(self, output: Tensor, space: _Space, found: Settled) -> None:
+    def __init__(self, output: Tensor, space: _Space, found: Settled, tol: float | None) -> None:
         self.output = output
         self.steps = found.steps + 1
+        self.converged = found.change <= (0.0 if tol is None else tol)
         self._space, self._found = space, found
 
     @cached_property
@@ -87,21 +94,23 @@ class Hopfield(nn.Module):
     """Association of states with stored patterns: a modern Hopfield network as a layer (T19).
 
     State patterns (queries) move to softmax(beta state stored') stored, `steps` times; the last of
-    the associations reads values instead of stored patterns. One step is multi-head attention. All
-    of it runs on the streaming kernels: linear memory, every derivative.
+    the associations reads values instead of stored patterns. One step without the norms is
+    multi-head attention. It runs on the streaming kernels: linear memory, every derivative.
 
     Args:
         state_size: features of the states.
         stored_size, value_size: of the stored patterns and of what is read, `state_size` and
             `stored_size` if left out.
         heads: how many Hopfield spaces.
-        head_size: features of each; state_size / heads if left out.
+        head_size: features of each; state_size / heads if left out, or the input's own where it is
+            not projected.
         read_size: features that each head reads; `head_size` if left out.
         output_size: `state_size` if left out.
         beta: inverse temperature, a number or one for each head; 1/sqrt(head_size) if left out.
         learn_beta: make it a parameter, kept positive by its logarithm.
         steps: associations in all, exactly so many; with `tol` the most there may be.
-        tol: a state at rest, having moved by at most this in Euclidean norm, stays.
+        tol: a state at rest, having moved by at most this in Euclidean norm, stays. The slowest
+            state decides how long a batch takes, up to 1000 steps: set `steps` too.
         norm_state, norm_stored, norm_value: layer norms of the inputs.
         norm_space: layer norm of projected states and stored patterns in each head.
         project_state, project_stored, project_value, project_output: linear maps; without one, the
@@ -294,7 +303,7 @@ class Hopfield(nn.Module):
         output = heads.transpose(-3, -2).flatten(-2).to(space.dtype)
         if self.project_output is not None:
             output = self.project_output(output)
-        return Association(output, space, found)
+        return Association(output, space, found, self.tol)
 
     def _space(
         self, state: Tensor, stored: Tensor | None, value: Tensor | None, mask: Tensor | None
@@ -327,6 +336,7 @@ class Hopfield(nn.Module):
             v = self._heads(value, self.norm_value, self.project_value, self.read_size)
         if self.norm_space is not None:
             q, k = self.norm_space(q), self.norm_space(k)
+        mask = self._checked_mask(mask, (len(state), self.heads, state.shape[1], stored.shape[1]))
         more = 0
         if self.bias_stored is not None and self.bias_value is not None:
             k, v = _append(k, self.bias_stored), _append(v, self.bias_value)
@@ -335,12 +345,6 @@ class Hopfield(nn.Module):
             k, v = (_append(x, x.new_zeros(self.heads, 1, x.shape[-1])) for x in (k, v))
             more += 1
         if mask is not None and more:
-            if not isinstance(mask, Tensor) or mask.shape[-1:] not in ((1,), (stored.shape[1],)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise InputError(
-                    f"{type(self).__name__}: mask must broadcast to (batch, heads, L, S), but is "
-                    f"{came}."
-                )
             mask = mask.expand(*mask.shape[:-1], stored.shape[1])
             visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
             mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
@@ -350,6 +354,23 @@ class Hopfield(nn.Module):
         if mask is not None and mask.is_floating_point():
             mask = mask.to(wide)
         return _Space(q, k, v, self.beta.to(wide)[:, None, None], mask, kind)
+
+    def _checked_mask(self, mask: Any, shape: tuple[int, ...]) -> Tensor | None:
+        if mask is None:
+            return None
+        try:
+            real = mask.dtype == torch.bool or mask.is_floating_point()
+            fits = real and torch.broadcast_shapes(mask.shape, shape) == torch.Size(shape)
+        except (AttributeError, RuntimeError):
+            fits = False
+        if not fits:
+            came = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise InputError(
+                f"{type(self).__name__}: mask must be boolean (True = may associate) or floating "
+                f"point (added) and broadcast to (batch, heads, L, S) = {shape}, but is "
+                f"{came[:60]}. Padding (batch, S) goes in as ~padded[:, None, None, :]."
+            )
+        return mask
 
     def _heads(
         self, x: Tensor, norm: nn.LayerNorm | None, project: nn.Linear | None, size: int
