@@ -136,6 +136,38 @@ def test_batched_labels_need_no_room_for_the_classes_of_others():
     loss.backward()
 
 
+class TestSharedKeys:
+    """One set of keys for a batch of anchors, with gradient: in the forward pass too."""
+
+    @pytest.mark.parametrize("batch", [(3,), (2, 2)])
+    @pytest.mark.parametrize("extra", ["keys", "queue", "moco"])
+    def test_against_cross_entropy(self, batch, extra):
+        a = torch.randn(*batch, 5, 4, dtype=torch.float64, requires_grad=True)
+        shared = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+        queue = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+        options = {"similarity": "dot", "temperature": 0.5}
+        target = torch.arange(5).expand(*batch, 5).flatten()
+        if extra == "keys":
+            ours = info_nce(a, shared, **options)
+            scores = a @ shared.T / 0.5
+        elif extra == "queue":
+            ours = info_nce(a, shared, queue=queue, **options)
+            scores = a @ torch.cat([shared, queue]).T / 0.5
+        else:
+            ours = info_nce(a, shared, queue=queue, in_batch=False, **options)
+            own = (a * shared).sum(-1, keepdim=True)
+            scores, target = torch.cat([own, a @ queue.T], -1) / 0.5, torch.zeros_like(target)
+        theirs = F.cross_entropy(scores.flatten(0, -2), target)
+        torch.testing.assert_close(ours, theirs)
+        leaves = [a, shared] if extra == "keys" else [a, shared, queue]
+        first = [torch.autograd.grad(x, leaves, create_graph=True) for x in (ours, theirs)]
+        for x, y in zip(*first, strict=True):
+            torch.testing.assert_close(x, y)
+        second = [torch.autograd.grad(sum((g**2).sum() for g in x), leaves) for x in first]
+        for x, y in zip(*second, strict=True):
+            torch.testing.assert_close(x, y)
+
+
 class TestMessages:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -200,11 +232,22 @@ class TestState:
             optimizer.step()
         torch.testing.assert_close(temperature(), torch.tensor(0.05), rtol=0.05, atol=0)
 
+    def test_a_temperature_above_its_least_is_left_alone(self):
+        temperature = Temperature(0.2)
+        square = temperature.log_value.square()
+        (temperature() + square).backward()
+
+    def test_half_a_checkpoint(self):
+        queue = KeyQueue(4, 2)
+        with pytest.raises(RuntimeError, match="KeyQueue needs"):
+            queue.load_state_dict({"pushed": torch.tensor(2)}, strict=False)
+        assert len(queue) == 0
+
     def test_a_refused_checkpoint_changes_nothing(self):
         queue, other = KeyQueue(4, 2), KeyQueue(8, 2)
         queue.push(torch.ones(3, 2))
         other.push(torch.zeros(8, 2))
-        with pytest.raises(RuntimeError, match="KeyQueue holds"):
+        with pytest.raises(RuntimeError, match="KeyQueue needs"):
             queue.load_state_dict(other.state_dict())
         assert torch.equal(queue.keys, torch.ones(3, 2))
 

@@ -71,6 +71,15 @@ class TestRetrieval:
             with pytest.raises(cm.InputError, match="changed in place"):
                 getattr(found, field)
 
+    def test_fields_after_beta_moved(self):
+        beta = torch.nn.Parameter(torch.tensor(1.0))
+        found = cm.Memory(x, beta).retrieve(states)
+        with torch.no_grad():
+            beta.mul_(5)
+        for field in ("energy", "value"):
+            with pytest.raises(cm.InputError, match="changed in place"):
+                getattr(found, field)
+
     def test_no_steps_is_a_copy(self):
         start = states.clone()
         cm.Memory(x).retrieve(start, 0).state.zero_()
@@ -116,6 +125,15 @@ class TestFilesAgain:
         memory.save(tmp_path / "m")
         with pytest.raises(cm.InputError):
             call(memory, tmp_path)
+
+
+def test_what_is_added_is_what_is_saved(tmp_path):
+    memory = cm.Memory(x.half())
+    with pytest.raises(cm.InputError, match="finite"):
+        memory.add(torch.full((1, 4), 1e6))
+    memory.add(torch.full((1, 4), 1.23456789))
+    memory.save(tmp_path / "m")
+    assert torch.equal(cm.Memory.load(tmp_path / "m").patterns, memory.patterns)
 
 
 class TestClassical:
@@ -209,6 +227,29 @@ class TestLayers:
         assert done.output.isfinite().all()
         assert done.energy.isfinite().all()
         assert done.energy.dtype == torch.float32
+
+    def test_energy_under_autocast(self):
+        layer = Hopfield(6, heads=2, steps=3)
+        s, mask = torch.randn(2, 3, 6), torch.ones(3).bool()
+        plain = layer.associate(s, mask=mask).energy
+        with torch.autocast("cpu", torch.bfloat16):
+            done = layer.associate(s, mask=mask)
+            assert done.output.dtype == torch.bfloat16
+            assert done.energy.dtype == torch.float32
+        torch.testing.assert_close(done.energy, plain, rtol=0.05, atol=0.05)
+
+    def test_energy_after_a_change_in_place(self):
+        off = dict.fromkeys(("project_state", "project_stored", "project_value"), False)
+        layer = HopfieldLookup(4, quantity=5, **OFF, **off)
+        done = layer.associate(torch.randn(1, 3, 4))
+        with torch.no_grad():
+            layer.patterns.mul_(30)
+        with pytest.raises(cm.InputError, match="changed in place"):
+            _ = done.energy
+
+    def test_an_empty_set(self):
+        done = Hopfield(4).associate(torch.randn(1, 3, 4), torch.randn(1, 0, 4))
+        assert (done.energy == 0).all()
 
     def test_beta_is_exact_in_double(self):
         assert (Hopfield(12, heads=3).double().beta == 0.5).all()

@@ -103,7 +103,7 @@ def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
             if isinstance(temperature, bool | str):
                 raise TypeError
             value = float(temperature)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             hint = " Call it: temperature=t()." if callable(temperature) else ""
             raise InputError(
                 f"info_nce: temperature must be a number, not {type(temperature).__name__}.{hint}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cumulant.dynamics.checks import real, whole
 from cumulant.errors import InputError
+from cumulant.measures.checks import holds
 
 __all__ = ["KeyQueue", "Temperature"]
 
@@ -78,10 +79,13 @@ class KeyQueue(nn.Module):
     ) -> None:
         """Both tensors or none: a queue of another size must leave this one as it is."""
         given = state_dict.get(prefix + "stored")
-        if given is not None and given.shape != self.stored.shape:
+        came = None if given is None else tuple(given.shape)
+        both = (given is None) == (prefix + "pushed" not in state_dict)
+        if not both or came not in (None, tuple(self.stored.shape)):
             errors: list[str] = args[-1]
             errors.append(
-                f"KeyQueue holds {tuple(self.stored.shape)}, the checkpoint {tuple(given.shape)}."
+                f"KeyQueue needs stored {tuple(self.stored.shape)} and pushed, the checkpoint has "
+                f"{came} and {'' if prefix + 'pushed' in state_dict else 'no '}pushed."
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -113,6 +117,8 @@ class Temperature(nn.Module):
 
     def forward(self) -> Tensor:
         """The temperature, with gradient."""
-        with torch.no_grad():  # the parameter itself, so that its gradient never dies
-            self.log_value.clamp_(min=math.log(self.least))
+        floor = math.log(self.least)
+        if holds(self.log_value.detach() >= floor) is False:
+            with torch.no_grad():  # the parameter itself, so that its gradient never dies
+                self.log_value.clamp_(min=floor)
         return self.log_value.exp()

@@ -18,7 +18,8 @@ __all__ = ["cloud", "generator_of", "levels_of", "real", "some_points", "whole"]
 def whole(owner: str, name: str, value: Any, least: int) -> int:
     """A whole number, at least so large."""
     try:
-        number = -math.inf if isinstance(value, bool) else operator.index(value)
+        truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+        number = -math.inf if truth else operator.index(value)
     except TypeError:
         number = -math.inf
     if number < least:
@@ -38,7 +39,7 @@ def real(
     """A finite number within bounds."""
     try:
         out = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InputError(f"{owner}: {name} must be a number, not {type(value).__name__}.") from None
     low = out > least if open_at_least else out >= least
     if not (math.isfinite(out) and low and out <= most):

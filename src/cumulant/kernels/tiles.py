@@ -121,10 +121,10 @@ class Product(NamedTuple):
     right: Tensor
 
     def add_to(self, target: Tensor) -> None:
-        batch = math.prod(target.shape[:-2])
-        left, right = (x.reshape(batch, *x.shape[-2:]) for x in self)
-        if target.is_contiguous() and len(left) == batch:
-            target.view(batch, *target.shape[-2:]).baddbmm_(left, right)
+        batch = self.left.shape[:-2]
+        if target.shape[:-2] == batch and target.is_contiguous():
+            left, right = (x.reshape(math.prod(batch), *x.shape[-2:]) for x in self)
+            target.view(math.prod(batch), *target.shape[-2:]).baddbmm_(left, right)
         else:
             target += (self.left @ self.right).sum_to_size(target.shape)
 

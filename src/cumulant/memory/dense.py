@@ -366,13 +366,16 @@ class Memory:
             need = "has no values" if self.values is None else "needs values for new patterns"
             raise InputError(f"{owner}: this memory {need}.")
         out: list[Tensor] = []
-        for name, stored in (("patterns", self.patterns), ("values", self.values)):
+        for name, stored, kind in (
+            ("patterns", self.patterns, self._kind),
+            ("values", self.values, self._value_kind),
+        ):
             if stored is None:
                 out.append(self.patterns)
                 continue
-            new = finite(
-                owner, f"{name} as {stored.dtype}", got[name].to(stored.device, stored.dtype)
-            )
+            # Held as they would be saved, in the precision the memory was made with.
+            new = finite(owner, f"{name} as {kind}", got[name].to(stored.device, kind))
+            new = new.to(stored.dtype)
             fits = new.shape[-1] == stored.shape[-1] and new.ndim <= stored.ndim
             try:
                 new = new.expand(*stored.shape[:-2], *new.shape[-2:])
@@ -401,10 +404,11 @@ class _Answers:
     def _seen(self) -> dict[str, list[int]]:
         """How often the tensors behind each field have been changed in place."""
         memory, found = self._memory, self._found
+        beta = memory.beta if isinstance(memory.beta, Tensor) else None
         behind = {
-            "energy": (memory.patterns, found.state),
+            "energy": (memory.patterns, beta, found.state),
             "index": (memory.patterns, found.state),
-            "value": (memory.patterns, memory.values, found.before),
+            "value": (memory.patterns, beta, memory.values, found.before),
         }
         return {
             name: [x._version for x in tensors if x is not None and not x.is_inference()]
@@ -415,8 +419,8 @@ class _Answers:
         memory, found = self._memory, self._found
         if self._seen()[name] != self._versions[name]:
             raise InputError(
-                f"{name} is computed when it is asked for, but states, patterns or values were "
-                "changed in place since: ask for it first, or clone them."
+                f"{name} is computed when it is asked for, but states, patterns, values or beta "
+                "were changed in place since: ask for it first, or clone them."
             )
         if name == "energy":
             return self._restore(memory._energy(found.state))

@@ -59,6 +59,7 @@ class LinearMemory:
         most, tol = plan("retrieve", steps, tol)
         xi = self._states("retrieve", state)
         flat = xi.reshape(-1, xi.shape[-1])
+        flat = flat.clone() if most == 0 else flat  # the result is not the caller's tensor
         found = settle(self._update, flat, most, tol, separate=True)
         require(
             found.state.isfinite(),

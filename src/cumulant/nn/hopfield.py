@@ -33,9 +33,16 @@ class _Space:
 
     def read(self, state: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         """softmax(beta state stored') value."""
-        return scaled_dot_product_attention(
-            state * self.beta, self.stored, value, self.mask, dropout_p=dropout, scale=1.0
-        )
+        with torch.autocast(state.device.type, enabled=False):
+            return scaled_dot_product_attention(
+                state * self.beta, self.stored, value, self.mask, dropout_p=dropout, scale=1.0
+            )
+
+
+def _versions(space: _Space, found: Settled) -> list[int]:
+    """How often the tensors behind state and energy have been changed in place."""
+    tensors = (space.stored, space.beta, found.state)
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 class Association:
@@ -56,28 +63,37 @@ class Association:
         self.output = output
         self.steps = found.steps + 1
         self.converged = found.change <= (0.0 if tol is None else tol)
+        self._versions = _versions(space, found)
         self._space, self._found = space, found
 
     @cached_property
     def state(self) -> Tensor:
         """Where the last association takes the states, ``(batch, heads, L, head size)``."""
+        if _versions(self._space, self._found) != self._versions:
+            raise InputError(
+                "state and energy are computed when they are asked for, but states, patterns or "
+                "beta were changed in place since: ask for them first."
+            )
         return self._space.read(self._found.state, self._space.stored)
 
     @cached_property
     def energy(self) -> Tensor:
         """The energy of `state` among the patterns it sees, ``(batch, heads, L)``, never negative;
         0 where it sees none."""
-        s = self._space
-        a = attend(self.state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
-        nothing = torch.zeros_like(self.state[..., :1])
-        count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)
-        G, log_count = a.log_normalizer, count.log_normalizer
-        return energy(self.state, G, log_count, s.beta[..., 0], self._largest_norm())
+        s, state = self._space, self.state
+        with torch.autocast(state.device.type, enabled=False):
+            a = attend(state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
+            nothing = torch.zeros_like(state[..., :1])
+            count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)
+            G, log_count = a.log_normalizer, count.log_normalizer
+            return energy(state, G, log_count, s.beta[..., 0], self._largest_norm())
 
     def _largest_norm(self) -> Tensor:
         """M over the patterns that a state sees, ``(batch, heads, L or 1)``."""
         s = self._space
         norms = torch.linalg.vector_norm(s.stored, dim=-1)
+        if norms.shape[-1] == 0:
+            return norms.new_zeros(1)
         if s.mask is None:
             return norms.amax(-1, keepdim=True)
         seen = s.mask if s.mask.dtype == torch.bool else s.mask > -math.inf
@@ -107,7 +123,8 @@ class Hopfield(nn.Module):
         read_size: features that each head reads; `head_size` if left out.
         output_size: `state_size` if left out.
         beta: inverse temperature, a number or one for each head; 1/sqrt(head_size) if left out.
-        learn_beta: make it a parameter, kept positive by its logarithm.
+        learn_beta: make it a parameter, ``log_beta``, kept positive by its logarithm; otherwise it
+            is the buffer ``fixed_beta``.
         steps: associations in all, exactly so many; with `tol` the most there may be.
         tol: a state at rest, having moved by at most this in Euclidean norm, stays. The slowest
             state decides how long a batch takes, up to 1000 steps: set `steps` too.
