@@ -236,6 +236,8 @@ class TestState:
         temperature = Temperature(0.2)
         square = temperature.log_value.square()
         (temperature() + square).backward()
+        expected = 0.2 + 2 * math.log(0.2)
+        assert float(temperature.log_value.grad) == pytest.approx(expected, rel=1e-5)
 
     def test_half_a_checkpoint(self):
         queue = KeyQueue(4, 2)
