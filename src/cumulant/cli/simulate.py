@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.cli.progress import progress_bar
-from cumulant.dynamics.checks import real
 from cumulant.dynamics.starts import STARTS
 from cumulant.errors import InputError
+from cumulant.measures.checks import real
 
 Start = Tensor | dynamics.Trajectory
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import whole
 from cumulant.errors import InputError
+from cumulant.measures.checks import whole
 
 __all__ = ["encode_in_chunks"]
 

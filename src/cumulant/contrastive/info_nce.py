@@ -18,7 +18,7 @@ from cumulant.contrastive.inputs import (
 from cumulant.contrastive.positives import Aligned, Listed, Masked, Positives, positives_of
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
-from cumulant.kernels.merge import Shares, mix_entropy, shares
+from cumulant.kernels.merge import mix_entropy, shares
 from cumulant.kernels.potential import both_normalizers, log_normalizer
 from cumulant.measures.checks import require
 
@@ -284,7 +284,7 @@ def _against_queue(
         return _reduced(shares(positive, rest).log_normalizer - positive, reduction, kind)
     negative, rest = _entropy(against)
     split = shares(positive, rest)
-    entropy = mix_entropy(Shares(*split), torch.zeros_like(negative), negative)
+    entropy = mix_entropy(split, torch.zeros_like(negative), negative)
     loss = _reduced(split.log_normalizer - positive, reduction, kind)
     return Contrast(loss, split.log_normalizer, entropy, negative.exp())
 

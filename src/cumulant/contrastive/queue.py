@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant.dynamics.checks import real, whole
 from cumulant.errors import InputError
-from cumulant.measures.checks import holds
+from cumulant.measures.checks import holds, real, whole
 
 __all__ = ["KeyQueue", "Temperature"]
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cumulant.dynamics.checks import whole
 from cumulant.errors import InputError
 from cumulant.kernels.merge import shares
 from cumulant.kernels.potential import log_normalizer
-from cumulant.measures.checks import finite, numbers, require
+from cumulant.measures.checks import finite, numbers, require, whole
 
 __all__ = ["AliasSampler", "nce", "negative_sampling", "sampled_softmax"]
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real
 from cumulant.dynamics.shape import size_of
 from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, holds, require
+from cumulant.measures.checks import HALF, holds, real, require
 
 __all__ = ["Contraction", "LayerNorm", "RMSNorm", "Sphere", "Whiten", "contract"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import levels_of, real, some_points, whole
+from cumulant.dynamics.checks import levels_of, some_points
 from cumulant.dynamics.shape import rows_at_once, size_of
 from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers
+from cumulant.measures.checks import finite, numbers, real, whole
 
 __all__ = ["Bounds", "Expansion", "Lipschitz", "bounds", "expansion", "local_lipschitz"]
 

@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
 from cumulant.errors import ConvergenceError, InputError
-from cumulant.measures.checks import HALF, finite, numbers
+from cumulant.measures.checks import HALF, finite, numbers, real, whole
 
 __all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.simulate import ascending
 from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, finite, numbers, require
+from cumulant.measures.checks import broadcast, finite, numbers, real, require, whole
 
 __all__ = ["GaussianPath", "gaussian_flow", "gaussian_map"]
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import generator_of, levels_of, some_points, whole
+from cumulant.dynamics.checks import levels_of, some_points
 from cumulant.dynamics.shape import size_of
 from cumulant.errors import InputError
+from cumulant.measures.checks import generator_of, whole
 
 __all__ = ["STATISTICS", "Gaussianity", "gaussianity"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import cloud, real, whole
+from cumulant.dynamics.checks import cloud
 from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers
+from cumulant.measures.checks import finite, numbers, real, whole
 from cumulant.measures.gaussian import inverse
 from cumulant.measures.measure import Measure
 

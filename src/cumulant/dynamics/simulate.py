@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real, whole
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.shape import norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
 from cumulant.errors import ConvergenceError, InputError
+from cumulant.measures.checks import real, whole
 
 __all__ = ["flow", "simulate"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import generator_of, whole
 from cumulant.errors import InputError
+from cumulant.measures.checks import generator_of, whole
 
 __all__ = ["STARTS", "start"]
 

@@ -1,7 +1,9 @@
-"""Checks of what people pass to measures, once, at the public edge."""
+"""Checks of numbers and parameters that people pass, once, at the public edge."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,16 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 
-__all__ = ["holds", "numbers", "require", "row_of", "symmetric_definite"]
+__all__ = [
+    "generator_of",
+    "holds",
+    "numbers",
+    "real",
+    "require",
+    "row_of",
+    "symmetric_definite",
+    "whole",
+]
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -154,3 +165,50 @@ def broadcast(owner: str, **shapes: torch.Size | tuple[int, ...]) -> torch.Size:
     except RuntimeError:
         told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
         raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.") from None
+
+
+def whole(owner: str, name: str, value: Any, least: int) -> int:
+    """A whole number, at least so large."""
+    try:
+        truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+        number = -math.inf if truth else operator.index(value)
+    except TypeError:
+        number = -math.inf
+    if number < least:
+        raise InputError(f"{owner}: {name} must be a whole number from {least} on, not {value!r}.")
+    return int(number)
+
+
+def real(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    open_at_least: bool = False,
+) -> float:
+    """A finite number within bounds."""
+    try:
+        out = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(f"{owner}: {name} must be a number, not {type(value).__name__}.") from None
+    low = out > least if open_at_least else out >= least
+    if not (math.isfinite(out) and low and out <= most):
+        bounds = [
+            f"{'above' if open_at_least else 'at least'} {least:g}" * (least > -math.inf),
+            f"at most {most:g}" * (most < math.inf),
+        ]
+        told = " and ".join(["finite", *filter(None, bounds)])
+        raise InputError(f"{owner}: {name} must be {told}, not {value!r}.")
+    return out
+
+
+def generator_of(owner: str, seed: Any) -> torch.Generator:
+    """A generator with that seed."""
+    try:
+        return torch.Generator().manual_seed(seed)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(
+            f"{owner}: seed must be a whole number below 2^63, not {seed!r}."
+        ) from None

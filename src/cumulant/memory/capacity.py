@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import generator_of, real, whole
 from cumulant.errors import InputError
+from cumulant.measures.checks import generator_of, real, whole
 
 __all__ = ["Capacity", "Recall", "capacity", "recall"]
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import Window, prepare
-from cumulant.dynamics.checks import real
 from cumulant.errors import InputError
 from cumulant.kernels.attention import attention
 from cumulant.kernels.search import coverage
-from cumulant.measures.checks import finite, numbers
+from cumulant.measures.checks import finite, numbers, real
 
 __all__ = ["Classes", "classify"]
 

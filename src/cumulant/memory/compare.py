@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real, whole
+from cumulant.measures.checks import real, whole
 from cumulant.memory.dense import Memory
 
 __all__ = ["Comparison", "Run", "compare"]

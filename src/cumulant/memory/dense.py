@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Moments, Options, attention
 from cumulant.kernels.search import largest
-from cumulant.measures.checks import finite, numbers, require
+from cumulant.measures.checks import finite, numbers, real, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
 from cumulant.memory.inputs import checked, given_kind, inverse_temperature, out_of_range

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real
 from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, require
+from cumulant.measures.checks import finite, numbers, real, require
 
 __all__ = ["checked", "given_kind", "inverse_temperature", "out_of_range"]
 

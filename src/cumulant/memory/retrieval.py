@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.dynamics.checks import real, whole
+from cumulant.measures.checks import real, whole
 
 __all__ = ["Retrieval", "Rows", "Settled", "energy", "plan", "settle"]
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
-from cumulant.dynamics.checks import real, whole
 from cumulant.errors import InputError
 from cumulant.kernels.search import largest
-from cumulant.measures.checks import HALF
+from cumulant.measures.checks import HALF, real, whole
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
 __all__ = ["Association", "Hopfield"]
