@@ -16,7 +16,7 @@ SOURCE = Path(cm.__file__).parent
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
     *("errors", "figures", "kernels", "measures", "attention", "dynamics"),
-    *("memory", "contrastive", "nn", "bench", "cli"),
+    *("memory", "contrastive", "filtering", "nn", "bench", "cli"),
 ]
 
 
@@ -89,6 +89,7 @@ def test_public_surface():
         "attend_packed",
         "contrastive",
         "dynamics",
+        "filtering",
         "from_torch",
         "maximum_entropy",
         "memory",

@@ -4,7 +4,7 @@ Attention is a measure over keys tilted by the query, and everything people want
 derivative of its log-normalizer G.
 """
 
-from cumulant import contrastive, dynamics, memory, nn
+from cumulant import contrastive, dynamics, filtering, memory, nn
 from cumulant.attention import (
     Attended,
     attend,
@@ -67,6 +67,7 @@ __all__ = [
     "attend_packed",
     "contrastive",
     "dynamics",
+    "filtering",
     "from_torch",
     "maximum_entropy",
     "memory",

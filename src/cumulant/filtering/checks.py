@@ -1,0 +1,158 @@
+"""Checks of models and series, once, at the public edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.measures.checks import holds, numbers, require
+
+__all__ = ["initial_probabilities", "semi_definite", "series", "sized", "stochastic"]
+
+
+def _slack(x: Tensor) -> float:
+    """What rounding, or a finite difference, may do to a sum or a symmetry."""
+    return 1e-5 if x.dtype == torch.float64 else 1e-3
+
+
+def sized(owner: str, name: str, x: Tensor, least: int) -> torch.Size:
+    """The shape of x, which must have so many dimensions."""
+    if x.ndim < least:
+        raise InputError(
+            f"{owner}: {name} must have at least {least} dimensions, but has shape "
+            f"{tuple(x.shape)}; a single number is x.reshape({', '.join('1' * least)})."
+        )
+    return x.shape
+
+
+def stochastic(owner: str, transition: Tensor) -> int:
+    """The number of modes of a transition matrix with rows that sum to one."""
+    shape = sized(owner, "transition", transition, 2)
+    if shape[-1] != shape[-2] or shape[-1] < 1:
+        raise InputError(f"{owner}: transition must be square, (..., M, M), not {tuple(shape)}.")
+    require(
+        transition >= 0,
+        lambda: (
+            f"{owner}: transition holds probabilities, but its smallest entry is "
+            f"{float(transition.min()):.6g}."
+        ),
+    )
+    slack = _slack(transition)
+    rows = transition.detach().sum(-1)
+    if holds((rows - 1).abs() <= slack) is False:
+        columns = transition.detach().sum(-2)
+        worst = (rows - 1).abs().flatten().argmax()
+        hint = "divide each row by its sum if these are counts"
+        if holds((columns - 1).abs() <= slack):
+            hint = (
+                "its columns do, so it looks transposed: transition[i, j] = P(j | i), from row to "
+                "column; pass transition.mT"
+            )
+        raise InputError(
+            f"{owner}: rows of transition must sum to one; row {int(worst) % shape[-1]} sums to "
+            f"{float(rows.flatten()[worst]):.6g}. Remedy: {hint}."
+        )
+    return shape[-1]
+
+
+def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
+    """Probabilities of the modes at time 0."""
+    if initial.ndim < 1 or initial.shape[-1] != modes:
+        raise InputError(
+            f"{owner}: initial must hold one probability for each of the {modes} modes "
+            f"(transition), but has shape {tuple(initial.shape)}."
+        )
+    sums = initial.detach().sum(-1)
+    require(
+        (initial >= 0).all(-1) & ((sums - 1).abs() <= _slack(initial)),
+        lambda: (
+            f"{owner}: initial must be probabilities that sum to one; they are "
+            f"{initial.detach().tolist()}."
+        ),
+    )
+
+
+def semi_definite(owner: str, name: str, x: Tensor) -> None:
+    """A symmetric positive semi-definite matrix; rounding is forgiven."""
+    if x.shape[-1] == 0:
+        return
+    size = x.detach().abs().amax((-2, -1), keepdim=True)
+    require(
+        (x - x.mT).abs() <= _slack(x) * size,
+        lambda: (
+            f"{owner}: {name} must be symmetric; entries differ from their transposes by up to "
+            f"{float((x - x.mT).abs().max()):.3g}."
+        ),
+    )
+    lowest = torch.linalg.eigvalsh(((x + x.mT) / 2).detach())[..., :1, None]
+    require(
+        lowest >= -_slack(x) * size,
+        lambda: (
+            f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
+            f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
+        ),
+    )
+
+
+def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Tensor:
+    """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
+    if not isinstance(observations, Tensor):
+        try:
+            observations = torch.as_tensor(observations, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"{owner}: observations must be a tensor or an array of numbers, not "
+                f"{type(observations).__name__}."
+            ) from None
+    y = observations
+    p = model.observation_dimension
+    if y.is_complex() or y.dtype == torch.bool:
+        raise InputError(f"{owner}: observations must be real numbers, not {y.dtype}.")
+    if y.ndim < 2 or y.shape[-1] != p or y.shape[-2] < 1:
+        hint = "; for a single number per step that is y[..., None]" if p == 1 else ""
+        raise InputError(
+            f"{owner}: observations must have shape (*batch, T, {p}), T >= 1, but have "
+            f"{tuple(y.shape)}{hint}."
+        )
+    if y.device != model.device:
+        raise InputError(
+            f"{owner}: observations are on {y.device}, the model on {model.device}; move one."
+        )
+    y = y.to(torch.promote_types(y.dtype, model.dtype) if y.is_floating_point() else model.dtype)
+    require(
+        ~y.isinf(), lambda: f"{owner}: observations hold an infinity; NaN marks what is missing."
+    )
+    if lengths is not None:
+        y = _cut(owner, y, lengths)
+    all_missing = y.isnan().all(-1).all(-1)
+    if holds(~all_missing) is False:
+        where = all_missing.nonzero().tolist()
+        which = "" if y.ndim == 2 else f" number {where[0][0] if y.ndim == 3 else where[0]}"
+        raise InputError(
+            f"{owner}: series{which} has no observation at all: every element is NaN"
+            f"{' or lies past its length' if lengths is not None else ''}. Leave it out; what the "
+            "model expects without data is forecast's."
+        )
+    return y
+
+
+def _cut(owner: str, y: Tensor, lengths: Any) -> Tensor:
+    got, _ = numbers(owner, lengths=lengths)
+    size = got["lengths"].to(y.device)
+    T = y.shape[-2]
+    try:
+        size = size.expand(y.shape[:-2])
+    except RuntimeError:
+        raise InputError(
+            f"{owner}: lengths must have one entry for each series, shape {tuple(y.shape[:-2])}, "
+            f"not {tuple(size.shape)}."
+        ) from None
+    require(
+        (size == size.round()) & (size >= 1) & (size <= T),
+        lambda: f"{owner}: lengths must be whole numbers from 1 to T = {T}.",
+    )
+    past = torch.arange(T, device=y.device) >= size[..., None]
+    return y.masked_fill(past[..., None], torch.nan)

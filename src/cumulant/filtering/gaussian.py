@@ -1,0 +1,181 @@
+"""Gaussian messages through a model's modes: the bank of Kalman filters (THEORY T25)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.filtering import moments
+from cumulant.filtering.moments import Affine
+from cumulant.filtering.recursion import LOG_ZERO, Belief, Message
+from cumulant.measures.checks import broadcast, holds
+
+__all__ = ["GaussianBank", "inputs_of"]
+
+
+class _OverTime:
+    """A parameter at one step or at all: ``(M, ...)``, or ``(*batch, 1, M, ...)`` with histories.
+
+    All steps are ``(*batch, T, 1, M, ...)``: time is then one more batch dimension.
+    """
+
+    def __init__(self, x: Tensor, event: int) -> None:
+        self.constant = x.ndim == event + 1
+        self.whole = x if self.constant else x.unsqueeze(-event - 2)
+        time = -event - 3
+        self._steps: Sequence[Tensor] = [x]
+        if not self.constant:
+            self._steps = self.whole.unbind(time)
+
+        self.batch = torch.Size() if self.constant else x.shape[: time + 1]
+        self._event = event
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _OverTime:
+        """The parameter through a function of its entries."""
+        x = self.whole if self.constant else self.whole.squeeze(-self._event - 2)
+        return _OverTime(function(x), self._event)
+
+    def at(self, t: int | None) -> Tensor:
+        if t is None:
+            return self.whole
+        return self._steps[t if len(self._steps) > 1 else 0]
+
+
+def log_probability(p: Tensor) -> Tensor:
+    """log p. What is exactly zero is forbidden for good: it has no derivative."""
+    return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, LOG_ZERO)
+
+
+def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> Tensor | None:
+    """Inputs ``(*batch, steps, m)``, if the model takes them."""
+    m = model.input_dimension
+    if m == 0 and inputs is None:
+        return None
+    if m == 0:
+        raise InputError(
+            f"{owner}: inputs were given, but the model has no dynamics_input or emission_input."
+        )
+    if inputs is None:
+        raise InputError(f"{owner}: the model takes {m} inputs at each step: give inputs=.")
+    u = torch.as_tensor(inputs, dtype=like.dtype, device=like.device)
+    if u.ndim < 2 or u.shape[-1] != m or u.shape[-2] != steps:
+        raise InputError(
+            f"{owner}: inputs must have shape (*batch, {steps}, {m}), not {tuple(u.shape)}."
+        )
+    if not bool(u.isfinite().all()):
+        raise InputError(f"{owner}: inputs must be finite; only observations may be missing.")
+    return u
+
+
+class GaussianBank:
+    """One Kalman filter for each mode and history, on observations ``(*batch, T, p)``."""
+
+    def __init__(
+        self, model: Any, observations: Tensor, inputs: Tensor | None = None, first: int = 0
+    ) -> None:
+        self.model, self.observations, self.inputs = model, observations, inputs
+        self.first = first
+        kind = observations.dtype
+        last = first + observations.shape[-2]
+        if model.steps is not None and model.steps < last:
+            raise InputError(
+                f"the model's parameters change over {model.steps} steps, but step {last} is asked "
+                "for: give parameters for all steps."
+            )
+
+        def over_time(name: str, event: int) -> _OverTime:
+            x = model.steps_of(name).to(kind)
+            varies = x.ndim > event + 1 and x.shape[-event - 2] > 1
+            return _OverTime(x.narrow(-event - 2, first, last - first) if varies else x, event)
+
+        self._log_transition = over_time("transition", 1).map(log_probability)
+        self._parts = {
+            "dynamics": self._affine("dynamics", over_time),
+            "emission": self._affine("emission", over_time),
+        }
+        value = observations[..., None, None, :]
+        missing = value.isnan()
+        self.seen = None
+        if holds(~missing) is not True:
+            self.seen = ~missing
+            value = value.masked_fill(missing, 0.0)
+        self.value = value
+        self._values = value.unbind(-4)
+        self._seen = None if self.seen is None else self.seen.unbind(-4)
+
+    def _affine(self, which: str, over_time: Any) -> tuple[_OverTime, _OverTime, _OverTime]:
+        model, kind = self.model, self.observations.dtype
+        matrix, noise = over_time(which, 2), over_time(f"{which}_noise", 2)
+        bias = model.steps_of(f"{which}_bias")
+        size = model.state_dimension if which == "dynamics" else model.observation_dimension
+        if bias is None:
+            bias = torch.zeros(model.modes, size, dtype=kind, device=model.device)
+        bias = bias.to(kind)
+        effect = model.steps_of(f"{which}_input")
+        if effect is not None and self.inputs is not None:
+            bias = bias + (effect.to(kind) @ self.inputs[..., None, :, None])[..., 0]
+        return matrix, _OverTime(bias, 1), noise
+
+    def affine(self, which: str, t: int | None) -> Affine:
+        """The step of the dynamics or of the emission, at time t or at all times."""
+        matrix, bias, noise = self._parts[which]
+        return Affine(matrix.at(t), bias.at(t), noise.at(t))
+
+    def linear(self, which: str, message: Message, t: int | None) -> Affine:
+        """The same, linearized at the message where the model is not linear."""
+        mean, covariance = message
+        return self.model.linearize(self.affine(which, t), mean, covariance, which)
+
+    def start(self) -> tuple[Belief, bool]:
+        """The belief at time 0, and whether all modes begin with the same message."""
+        model, kind = self.model, self.observations.dtype
+        given = model.parameters
+        initial = given["initial"].to(kind)
+        mean, covariance = given["initial_mean"].to(kind), given["initial_covariance"].to(kind)
+        alike = mean.ndim == 1 and covariance.ndim == 2
+        M, n = model.modes, model.state_dimension
+        batch = broadcast(
+            "filter",
+            observations=self.observations.shape[:-2],
+            initial=initial.shape[:-1],
+            initial_mean=mean.shape[:-2],
+            initial_covariance=covariance.shape[:-3],
+            **{name: x.batch for name, x in self._varying()},
+        )
+        logs = log_probability(initial)
+        message = (
+            (mean if mean.ndim > 1 else mean.expand(M, n)).unsqueeze(-3).expand(*batch, 1, M, n),
+            (covariance if covariance.ndim > 2 else covariance.expand(M, n, n))
+            .unsqueeze(-4)
+            .expand(*batch, 1, M, n, n),
+        )
+        covariance = moments.symmetric(message[1])
+        return Belief(logs.unsqueeze(-2).expand(*batch, 1, M), (message[0], covariance)), alike
+
+    def _varying(self) -> list[tuple[str, _OverTime]]:
+        found = [("transition", self._log_transition)]
+        for which, parts in self._parts.items():
+            found += zip((which, f"{which}_bias", f"{which}_noise"), parts, strict=True)
+        return found
+
+    def log_transition(self, t: int | None) -> Tensor:
+        return self._log_transition.at(t)
+
+    def predict(self, message: Message, t: int | None) -> Message:
+        return moments.predict(self.linear("dynamics", message, t), *message)
+
+    def observe(self, message: Message, t: int | None) -> tuple[Message, Tensor]:
+        value, seen = self.value, self.seen
+        if t is not None:
+            value, seen = self._values[t], None if self._seen is None else self._seen[t]
+        out = moments.observe(
+            self.linear("emission", message, t), message[0], message[1], value, seen
+        )
+        return (out.mean, out.covariance), out.log_likelihood
+
+    def collapse(self, log_weights: Tensor, message: Message) -> Message:
+        return moments.collapse(log_weights, *message)

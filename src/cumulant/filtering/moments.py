@@ -1,0 +1,198 @@
+"""Gaussian messages: the linear step, the observation, and the collapse of a mixture (THEORY T25).
+
+Messages are means ``(*batch, G, M, n)`` and covariances ``(*batch, G, M, n, n)``: G histories by M
+current modes. An observation leaves a sum of squares, made symmetric.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.measures.gaussian import LOG_2PI
+
+__all__ = ["Affine", "Observed", "collapse", "observe", "predict", "symmetric"]
+
+# From so many matrices on, one large product beats a loop over small ones.
+MANY = 256
+
+
+class Affine(NamedTuple):
+    """y = matrix x + offset + N(0, noise), one for each mode: ``(..., M, a, b)`` and so on."""
+
+    matrix: Tensor
+    offset: Tensor
+    noise: Tensor
+
+
+class Observed(NamedTuple):
+    """The message after an observation, its log-likelihood, and what was expected."""
+
+    mean: Tensor
+    covariance: Tensor
+    log_likelihood: Tensor
+
+
+def symmetric(x: Tensor) -> Tensor:
+    """The symmetric part."""
+    return (x + x.mT) / 2
+
+
+@lru_cache
+def identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The identity matrix."""
+    return torch.eye(n, dtype=dtype, device=device)
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix @ x for matrices ``(..., M, a, b)`` and x ``(..., G, M or 1, b, c)``.
+
+    Where one set of matrices meets many x, each mode is one large product; where it meets one, the
+    product is done without the cost of broadcasting.
+    """
+    if matrix.ndim == 3 and x.ndim > 3:
+        count = x.shape[:-3].numel()
+        if count == 1 and x.shape[-3] == matrix.shape[0]:
+            out = torch.bmm(matrix, x.reshape(x.shape[-3:]))
+            return out.reshape(*x.shape[:-2], *out.shape[-2:])
+        if count >= MANY:
+            if x.shape[-3] == 1:
+                return torch.einsum("jab,...bc->...jac", matrix, x[..., 0, :, :])
+            return torch.einsum("jab,...jbc->...jac", matrix, x)
+    return matrix @ x
+
+
+def _through(step: Affine, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W m + b, W P and W P W' + Q, the last symmetric up to rounding."""
+    both = times(step.matrix, torch.cat([covariance, mean[..., None]], -1))
+    half = both[..., :-1]
+    return both[..., -1] + step.offset, half, times(step.matrix, half.mT) + step.noise
+
+
+def predict(step: Affine, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """W m + b and W P W' + Q, for each mode."""
+    mean, _, covariance = _through(step, mean, covariance)
+    return mean, covariance
+
+
+def whiten(covariance: Tensor, *columns: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """With covariance = L L': L^-1 of each array of columns, the parts to undo it, log det L.
+
+    log det L is NaN where the matrix is not positive definite. Small matrices in large numbers are
+    factored entry by entry, all at once.
+    """
+    p = covariance.shape[-1]
+    if p == 1 or (p <= 4 and covariance.shape[:-2].numel() >= MANY):
+        return _whiten_entries(covariance, columns)
+    root, info = torch.linalg.cholesky_ex(covariance)
+    white = torch.linalg.solve_triangular(root, torch.cat(columns, -1), upper=False)
+    log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    log_root = torch.where(info == 0, log_root, torch.nan)
+    return list(white.split([c.shape[-1] for c in columns], -1)), [root], log_root
+
+
+def _whiten_entries(
+    covariance: Tensor, columns: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    p = covariance.shape[-1]
+    root: list[list[Tensor]] = []
+    for a in range(p):
+        row: list[Tensor] = []
+        for b in range(a + 1):
+            rest = covariance[..., a, b]
+            for c in range(b):
+                rest = rest - row[c] * (row[c] if b == a else root[b][c])
+            row.append(rest.sqrt() if b == a else rest / root[b][b])
+        root.append(row)
+    out: list[Tensor] = []
+    for x in columns:
+        rows: list[Tensor] = []
+        for a in range(p):
+            rest = x[..., a, :]
+            for b in range(a):
+                rest = rest - root[a][b][..., None] * rows[b]
+            rows.append(rest / root[a][a][..., None])
+        out.append(torch.stack(rows, -2))
+    log_root = root[0][0].log()
+    for a in range(1, p):
+        log_root = log_root + root[a][a].log()
+    # A zero on the diagonal is a failure as well as a negative number under the root.
+    log_root = torch.where(log_root > -torch.inf, log_root, torch.nan)
+    return out, [x for row in root for x in row], log_root
+
+
+def unwhiten(root: list[Tensor], white: Tensor) -> Tensor:
+    """L'^-1 white, with L as `whiten` left it."""
+    if len(root) == 1 and root[0].ndim == white.ndim:
+        return torch.linalg.solve_triangular(root[0].mT, white, upper=True)
+    p = white.shape[-2]
+    rows: list[Tensor] = []
+    for a in reversed(range(p)):
+        rest = white[..., a, :]
+        for b in range(a + 1, p):
+            rest = rest - root[b * (b + 1) // 2 + a][..., None] * rows[p - 1 - b]
+        rows.append(rest / root[a * (a + 1) // 2 + a][..., None])
+    return torch.stack(rows[::-1], -2)
+
+
+def observe(
+    emission: Affine, mean: Tensor, covariance: Tensor, value: Tensor, seen: Tensor | None
+) -> Observed:
+    """Condition on value = C x + d + noise; elements not `seen` say nothing.
+
+    The covariance is Joseph's (I - K C) P (I - K C)' + K R K', which stays positive semi-definite
+    under rounding.
+
+    Args:
+        emission: C, d, R.
+        mean, covariance: the predicted message.
+        value: ``(*batch, 1, 1, p)``.
+        seen: ``(*batch, 1, 1, p)``, or None if all were.
+    """
+    expected, cross, spread = _through(emission, mean, covariance)
+    surprise = value - expected
+    count: Tensor | int = value.shape[-1]
+    if seen is not None:
+        # A missing element becomes an independent one of variance 1 that came as expected.
+        mask = seen.to(value.dtype)
+        surprise = torch.where(seen, surprise, 0.0)
+        cross = cross * mask[..., None]
+        spread = spread * (mask[..., None] * mask[..., None, :]) + torch.diag_embed(1 - mask)
+        count = mask.sum(-1)
+    (half, white), root, log_root = whiten(spread, cross, surprise[..., None])
+    log_likelihood = -(white.square().sum((-2, -1)) + count * LOG_2PI) / 2 - log_root
+    gain = unwhiten(root, half).mT
+    mean = mean + (half.mT @ white)[..., 0]
+    eye = identity(mean.shape[-1], mean.dtype, mean.device)
+    keep = eye - times(emission.matrix.mT, gain.mT).mT
+    kept = keep @ covariance @ keep.mT + gain @ times(emission.noise, gain.mT)
+    return Observed(mean, symmetric(kept), log_likelihood)
+
+
+def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """The M-projection of mixtures over histories onto one Gaussian for each mode (T11).
+
+    m = sum p_g m_g, P = sum p_g (P_g + (m_g - m)(m_g - m)').
+
+    Args:
+        log_weights: ``(*batch, G, M)``.
+        mean, covariance: ``(*batch, G, M or 1, n)`` and ``(*batch, G, M or 1, n, n)``.
+
+    Returns:
+        Means ``(*batch, 1, M, n)`` and covariances, symmetric up to rounding.
+    """
+    p = log_weights.softmax(-2)
+    n = mean.shape[-1]
+    if mean.shape[-2] == 1:  # the same Gaussians for each mode, weighted differently
+        middle = p.mT @ mean[..., 0, :]
+        within = p.mT @ covariance[..., 0, :, :].flatten(-2)
+        within = within.unflatten(-1, (n, n))
+    else:
+        middle = (p[..., None] * mean).sum(-3)
+        within = (p[..., None, None] * covariance).sum(-4)
+    away = (mean - middle[..., None, :, :]).movedim(-3, -2)  # (*batch, M, G, n)
+    between = (away * p.mT[..., None]).mT @ away
+    return middle[..., None, :, :], (within + between)[..., None, :, :, :]

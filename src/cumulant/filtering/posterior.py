@@ -1,0 +1,203 @@
+"""`Posterior`: what a filter knows after each observation, and before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.filtering import moments
+from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.recursion import Belief, Scheme, branch
+
+__all__ = ["Posterior", "over_time", "stacked", "step_of", "whole"]
+
+
+def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
+    """Beliefs with time as the last batch dimension; in one piece if all are of one size."""
+    if len({b.log_weights.shape for b in beliefs}) == 1:
+        lead = beliefs[0].log_weights.ndim - 2
+        parts = zip(*(b.message for b in beliefs), strict=True)
+        message = tuple(torch.stack(list(x), lead) for x in parts)
+        return [Belief(torch.stack([b.log_weights for b in beliefs], lead), message)]
+    return [piece for b in beliefs for piece in stacked([b])]
+
+
+def over_time(beliefs: Sequence[Belief], function: Callable[[Belief], Tensor]) -> Tensor:
+    """A function of each belief, ``(*batch, T, ...)``."""
+    pieces = [function(b) for b in stacked(beliefs)]
+    return torch.cat(pieces, beliefs[0].log_weights.ndim - 2)
+
+
+def whole(belief: Belief) -> tuple[Tensor, Tensor]:
+    """Mean and covariance over all components."""
+    weights, message = flat(belief)
+    mean, covariance = moments.collapse(weights, *message)
+    return mean[..., 0, 0, :], moments.symmetric(covariance[..., 0, 0, :, :])
+
+
+def step_of(bank: GaussianBank, begin: int, end: int) -> GaussianBank:
+    """The bank over a part of its steps."""
+    if (begin, end) == (0, bank.observations.shape[-2]):
+        return bank
+    inputs = None if bank.inputs is None else bank.inputs[..., begin:end, :]
+    y = bank.observations[..., begin:end, :]
+    return GaussianBank(bank.model, y, inputs, first=bank.first + begin)
+
+
+def flat(belief: Belief) -> Belief:
+    """Histories and modes as one list of components, of a single mode."""
+    weights, message = belief
+    at = weights.ndim - 2
+    return Belief(
+        weights.flatten(-2)[..., None],
+        tuple(x.flatten(at, at + 1).unsqueeze(at + 1) for x in message),
+    )
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Modes and states given the observations so far; fields are computed when asked for.
+
+    ================================ ====================== =======================================
+    field                            shape                  what it is
+    ================================ ====================== =======================================
+    ``log_likelihood``               ``(*batch,)``          log p(y_1, ..., y_T)
+    ``step_log_likelihood``          ``(*batch, T)``        log p(y_t | y_1, ..., y_{t-1})
+    ``mode_probabilities``           ``(*batch, T, M)``     P(A_t | y_1, ..., y_t)
+    ``predicted_mode_probabilities`` ``(*batch, T, M)``     P(A_t | y_1, ..., y_{t-1})
+    ``mean``, ``covariance``         ``(*batch, T, n)``     of x_t given y_1, ..., y_t
+    ``mode_means``,                  ``(*batch, T, M, n)``  of x_t given A_t as well
+    ``mode_covariances``
+    ``predicted_mean``,              ``(*batch, T, n)``     of x_t given y_1, ..., y_{t-1}
+    ``predicted_covariance``
+    ``observation_mean``,            ``(*batch, T, p)``     of y_t given y_1, ..., y_{t-1}
+    ``observation_covariance``
+    ================================ ====================== =======================================
+
+    Covariances have one more dimension, and the spread between modes is inside them. Past the
+    length of a series, everything is a forecast.
+    """
+
+    model: Any
+    scheme: Scheme
+    observations: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] | None
+    beliefs: tuple[Belief, ...]
+    step_totals: tuple[Tensor, ...]
+    log_predicted: tuple[Tensor, ...]
+    first: int = 0
+
+    def __repr__(self) -> str:
+        batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
+        return (
+            f"Posterior({self.model!r}, collapse={self.scheme.name!r}, batch={batch}, "
+            f"steps={self.steps})"
+        )
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return len(self.step_totals)
+
+    @cached_property
+    def bank(self) -> GaussianBank:
+        """The filters over all steps at once."""
+        inputs = None if self.inputs is None else torch.cat(self.inputs, -2)
+        return GaussianBank(self.model, torch.cat(self.observations, -2), inputs, self.first)
+
+    def latest(self) -> Posterior:
+        """The posterior of the last step alone: what `update` needs, without the past."""
+        rows = torch.cat(self.observations, -2)[..., -1:, :]
+        inputs = None if self.inputs is None else (torch.cat(self.inputs, -2)[..., -1:, :],)
+        return replace(
+            self,
+            observations=(rows,),
+            inputs=inputs,
+            beliefs=self.beliefs[-2:],
+            step_totals=self.step_totals[-1:],
+            log_predicted=self.log_predicted[-1:],
+            first=self.first + self.steps - 1,
+        )
+
+    def _each(self, function: Callable[[Belief], Tensor]) -> Tensor:
+        return over_time(self.beliefs[1:], function)
+
+    @cached_property
+    def log_likelihood(self) -> Tensor:
+        return self.step_log_likelihood.sum(-1)
+
+    @cached_property
+    def step_log_likelihood(self) -> Tensor:
+        return torch.stack(self.step_totals, -1)
+
+    @cached_property
+    def mode_probabilities(self) -> Tensor:
+        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
+
+    @cached_property
+    def predicted_mode_probabilities(self) -> Tensor:
+        return torch.stack(self.log_predicted, -2).exp()
+
+    @cached_property
+    def mode_means(self) -> Tensor:
+        return self._each(lambda b: moments.collapse(b.log_weights, *b.message)[0].squeeze(-3))
+
+    @cached_property
+    def mode_covariances(self) -> Tensor:
+        return moments.symmetric(
+            self._each(lambda b: moments.collapse(b.log_weights, *b.message)[1].squeeze(-4))
+        )
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._each(lambda b: whole(b)[0])
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        return self._each(lambda b: whole(b)[1])
+
+    @cached_property
+    def _banks(self) -> list[GaussianBank]:
+        """The filters over all steps, or step by step where beliefs grow."""
+        if len({b.log_weights.shape for b in self.beliefs[:-1]}) == 1:
+            return [self.bank]
+        return [step_of(self.bank, t, t + 1) for t in range(self.steps)]
+
+    @cached_property
+    def _predicted(self) -> list[Belief]:
+        """Every history moved by every mode, before the observation."""
+        out: list[Belief] = []
+        for bank, belief in zip(self._banks, stacked(self.beliefs[:-1]), strict=True):
+            joint, waiting = branch(bank, belief, None)
+            out.append(Belief(joint, bank.predict(waiting, None)))
+        return out
+
+    def _from_predicted(self, part: int, observed: bool) -> Tensor:
+        pieces: list[Tensor] = []
+        for bank, (joint, message) in zip(self._banks, self._predicted, strict=True):
+            moved = message
+            if observed:
+                moved = moments.predict(bank.linear("emission", message, None), *message)
+            pieces.append(whole(Belief(joint, moved))[part])
+        return torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2)
+
+    @cached_property
+    def predicted_mean(self) -> Tensor:
+        return self._from_predicted(0, observed=False)
+
+    @cached_property
+    def predicted_covariance(self) -> Tensor:
+        return self._from_predicted(1, observed=False)
+
+    @cached_property
+    def observation_mean(self) -> Tensor:
+        return self._from_predicted(0, observed=True)
+
+    @cached_property
+    def observation_covariance(self) -> Tensor:
+        return self._from_predicted(1, observed=True)

@@ -1,0 +1,167 @@
+"""The one recursion behind GPB1, GPB2, GPB(k), IMM and exact enumeration (THEORY T25).
+
+A belief is a mixture: log-weights ``(*batch, G, M)`` of G histories of modes and M current modes,
+and a message (a tuple of tensors with the same leading dimensions) about the state given both. A
+step branches every history into every next mode, moves each message by its new mode, conditions it
+on the observation and collapses what the scheme does not keep. The schemes differ in where they
+collapse: IMM before the move, GPB after the observation, exact enumeration nowhere.
+
+What a message is, only the `Bank` knows: Gaussian moments, or natural parameters of another family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from cumulant.errors import InputError
+
+__all__ = ["Bank", "Belief", "Message", "Scheme", "Step", "advance", "scheme_of"]
+
+Message = tuple[Tensor, ...]
+
+# log 0. A finite number, so that every derivative is one too; its exponential is zero.
+LOG_ZERO = -1e30
+
+# More histories than this by modes and series are refused: they would not fit anywhere.
+MOST_HISTORIES = 1 << 22
+
+
+class Bank(Protocol):
+    """The filters of all modes over one family of messages."""
+
+    def log_transition(self, t: int | None) -> Tensor:
+        """log P(j | i) into step t, ``(..., 1, M, M)`` or ``(M, M)``."""
+        ...
+
+    def predict(self, message: Message, t: int | None) -> Message:
+        """Each message moved by each mode, ``(*batch, G, M or 1, ...)`` to ``(*batch, G, M, ...)``."""
+        ...
+
+    def observe(self, message: Message, t: int | None) -> tuple[Message, Tensor]:
+        """Conditioned on the observation of step t, and its log-likelihood ``(*batch, G, M)``."""
+        ...
+
+    def collapse(self, log_weights: Tensor, message: Message) -> Message:
+        """The M-projection of the mixtures over histories, ``(*batch, 1, M, ...)``."""
+        ...
+
+
+class Belief(NamedTuple):
+    """A mixture over histories and modes; weights sum to one over both."""
+
+    log_weights: Tensor
+    message: Message
+
+
+class Step(NamedTuple):
+    """The belief after an observation, the log-likelihood of it, and the modes before it."""
+
+    belief: Belief
+    log_likelihood: Tensor
+    log_predicted: Tensor
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Where to collapse.
+
+    Attributes:
+        memory: GPB(k): k - 1 modes are remembered; None remembers all.
+        mixes: collapse for each next mode before the move (IMM).
+        name: as the user gave it.
+    """
+
+    memory: int | None
+    mixes: bool
+    name: Any
+
+    def histories(self, modes: int) -> int | None:
+        """How many histories are kept beside the current mode."""
+        return None if self.memory is None else modes ** max(self.memory - 2, 0)
+
+
+def scheme_of(owner: str, collapse: Any) -> Scheme:
+    """The scheme that a name or a number k stands for."""
+    if isinstance(collapse, int) and not isinstance(collapse, bool) and collapse >= 1:
+        # All messages of GPB1 are one Gaussian, so that mixing them first is exact.
+        return Scheme(collapse, collapse == 1, collapse)
+    match collapse:
+        case "gpb1":
+            return Scheme(1, True, collapse)
+        case "gpb2":
+            return Scheme(2, False, collapse)
+        case "imm":
+            return Scheme(2, True, collapse)
+        case "exact":
+            return Scheme(None, False, collapse)
+        case _:
+            raise InputError(
+                f"{owner}: collapse must be 'gpb1', 'gpb2', 'imm', 'exact' or a whole number "
+                f"k >= 1 for GPB(k), not {collapse!r}."
+            )
+
+
+def branch(bank: Bank, belief: Belief, t: int | None) -> Belief:
+    """Every history continued by every next mode j: ``(*batch, G M, M)``; messages wait at 1."""
+    weights, message = belief
+    at = weights.ndim - 2
+    joint = weights[..., None] + bank.log_transition(t)
+    waiting = tuple(x.flatten(at, at + 1).unsqueeze(at + 1) for x in message)
+    return Belief(joint.flatten(-3, -2), waiting)
+
+
+def advance(
+    bank: Bank, scheme: Scheme, belief: Belief, t: int | None, *, alike: bool = False
+) -> Step:
+    """One step of the filter.
+
+    Args:
+        bank: the filters of the modes.
+        scheme: where to collapse.
+        belief: after step t - 1.
+        t: which step; None in a bank takes all steps, with time as the last batch dimension.
+        alike: the messages of all modes are the same now, as at the start, so mixing is exact.
+    """
+    joint, message = branch(bank, belief, t)
+    log_predicted = joint.logsumexp(-2)
+    if joint.numel() > MOST_HISTORIES * max(joint.shape[:-2].numel(), 1):
+        raise InputError(
+            f"filter: collapse={scheme.name!r} would keep {joint.shape[-2]} histories at step {t}. "
+            "Take a smaller k, 'gpb2' or 'imm', or a shorter series."
+        )
+    if scheme.mixes or alike:
+        message = bank.collapse(joint, message)
+        joint = log_predicted[..., None, :]
+    message, log_likelihood = bank.observe(bank.predict(message, t), t)
+    weights = joint + log_likelihood
+    log_total = _total(weights)
+    belief = Belief(weights - log_total[..., None, None], message)
+    return Step(remember(bank, scheme, belief), log_total, log_predicted)
+
+
+def _total(weights: Tensor) -> Tensor:
+    return weights.flatten(-2).logsumexp(-1)
+
+
+def remember(bank: Bank, scheme: Scheme, belief: Belief) -> Belief:
+    """Collapse the oldest mode of each history that the scheme has no room for."""
+    weights, message = belief
+    lead, M = weights.ndim - 2, weights.shape[-1]
+    keep = scheme.histories(M)
+    if keep is not None and weights.shape[-2] > keep:
+        old = weights.shape[-2] // keep
+        # (old, keep, M) becomes old histories of keep * M modes.
+        shape = (old, keep * M)
+        weights = weights.unflatten(-2, (old, keep)).flatten(-2)
+        message = tuple(x.flatten(lead, lead + 1).unflatten(lead, shape) for x in message)
+        message = bank.collapse(weights, message)
+        weights = weights.logsumexp(-2).unflatten(-1, (keep, M))
+        message = tuple(x.flatten(lead, lead + 1).unflatten(lead, (keep, M)) for x in message)
+    if scheme.memory == 1 and M > 1:
+        across = tuple(x.transpose(lead, lead + 1) for x in message)
+        one = bank.collapse(weights.mT, across)
+        message = tuple(x.expand(*x.shape[: lead + 1], M, *x.shape[lead + 2 :]) for x in one)
+    return Belief(weights, message)
