@@ -10,7 +10,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.measures.checks import holds, numbers, require
 
-__all__ = ["initial_probabilities", "semi_definite", "series", "sized", "stochastic"]
+__all__ = ["initial_probabilities", "one_class", "semi_definite", "series", "sized", "stochastic"]
 
 
 def _slack(x: Tensor) -> float:
@@ -71,6 +71,23 @@ def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
         lambda: (
             f"{owner}: initial must be probabilities that sum to one; they are "
             f"{initial.detach().tolist()}."
+        ),
+    )
+
+
+def one_class(owner: str, transition: Tensor) -> None:
+    """Modes that `transition` leaves as they are must be unique."""
+    first = transition.detach()
+    M = first.shape[-1]
+    first = first if first.ndim == 2 else first[..., 0, :, :]
+    values = torch.linalg.eigvals(first.reshape(-1, M, M))
+    close = 1e-9 if first.dtype == torch.float64 else 1e-5
+    count = ((values - 1).abs() < close).sum(-1)
+    require(
+        count <= 1,
+        lambda: (
+            f"{owner}: transition has several probabilities that it leaves as they are (modes that "
+            "never meet): give initial."
         ),
     )
 

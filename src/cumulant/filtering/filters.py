@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.filtering.checks import series
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
+from cumulant.filtering.modes import chain, stateless
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Belief, Scheme, advance, scheme_of
 
-__all__ = ["filter", "update"]
+__all__ = ["filter", "log_likelihood", "run", "update"]
 
 
 def filter(
@@ -59,16 +60,20 @@ def filter(
     u = inputs_of("filter", model, inputs, y.shape[-2], y)
     bank = GaussianBank(model, y, u)
     belief, alike = bank.start()
-    return _run(bank, scheme, belief, alike, progress)
+    return run(bank, scheme, belief, alike=alike, progress=progress)
 
 
-def _run(
+def run(
     bank: GaussianBank,
     scheme: Scheme,
     belief: Belief,
+    *,
     alike: bool,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Posterior:
+    """Step after step of the bank's observations, from a belief on."""
+    if stateless(bank):
+        return _run_chain(bank, scheme, belief)
     T = bank.observations.shape[-2]
     beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
     for t in range(T):
@@ -79,6 +84,40 @@ def _run(
         if progress is not None:
             progress(t + 1, T)
     _whole_numbers(torch.stack(totals, -1), bank.first)
+    return _posterior(bank, scheme, beliefs, totals, predicted)
+
+
+def _run_chain(bank: GaussianBank, scheme: Scheme, start: Belief) -> Posterior:
+    """The same for a model without a state, all steps at once."""
+    found = chain(bank, start)
+    total = found.log_joint.logsumexp(-1)
+    weights = (found.log_joint - total[..., None]).to(bank.observations.dtype)[..., None, :]
+    totals = total.diff(dim=-1, prepend=torch.zeros_like(total[..., :1]))
+    _whole_numbers(totals, bank.first)
+    beliefs = [start]
+    beliefs += [Belief(w, start.message) for w in weights.unbind(-3)]
+    steps = totals.to(bank.observations.dtype).unbind(-1)
+    return _posterior(bank, scheme, beliefs, steps, found.log_predicted.unbind(-2))
+
+
+def log_likelihood(
+    model: Any, observations: Tensor, inputs: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """log p(observations), ``(*batch,)``, of input that has been checked."""
+    bank = GaussianBank(model, observations, inputs)
+    belief, alike = bank.start()
+    if stateless(bank):
+        return chain(bank, belief).log_joint[..., -1, :].logsumexp(-1)
+    return run(bank, scheme, belief, alike=alike).log_likelihood
+
+
+def _posterior(
+    bank: GaussianBank,
+    scheme: Scheme,
+    beliefs: Sequence[Belief],
+    totals: Sequence[Tensor],
+    predicted: Sequence[Tensor],
+) -> Posterior:
     inputs = None if bank.inputs is None else (bank.inputs,)
     return Posterior(
         bank.model,
@@ -131,7 +170,7 @@ def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Poste
         given = None if inputs is None else torch.as_tensor(inputs)[..., None, :]
         u = inputs_of("update", model, given, 1, value)
     bank = GaussianBank(model, value[..., None, :], u, first=post.first + post.steps)
-    more = _run(bank, post.scheme, post.beliefs[-1], False, None)
+    more = run(bank, post.scheme, post.beliefs[-1], alike=False)
     return replace(
         post,
         observations=post.observations + more.observations,

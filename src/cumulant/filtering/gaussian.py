@@ -50,6 +50,14 @@ def log_probability(p: Tensor) -> Tensor:
     return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, LOG_ZERO)
 
 
+def stationary(transition: Tensor) -> Tensor:
+    """The probabilities that a transition leaves as they are, ``(..., M)``."""
+    M = transition.shape[-1]
+    eye = torch.eye(M, dtype=transition.dtype, device=transition.device)
+    # pi (I - T + 1 1') = 1'.
+    return torch.linalg.inv(eye - transition + 1).sum(-2)
+
+
 def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> Tensor | None:
     """Inputs ``(*batch, steps, m)``, if the model takes them."""
     m = model.input_dimension
@@ -128,13 +136,21 @@ class GaussianBank:
     def linear(self, which: str, message: Message, t: int | None) -> Affine:
         """The same, linearized at the message where the model is not linear."""
         mean, covariance = message
-        return self.model.linearize(self.affine(which, t), mean, covariance, which)
+        u = None
+        if self.inputs is not None:
+            u = self.inputs if t is None else self.inputs[..., t, :]
+            u = u[..., None, None, :]
+        return self.model.linearize(self.affine(which, t), mean, covariance, which, u)
 
     def start(self) -> tuple[Belief, bool]:
         """The belief at time 0, and whether all modes begin with the same message."""
         model, kind = self.model, self.observations.dtype
         given = model.parameters
-        initial = given["initial"].to(kind)
+        initial = given.get("initial")
+        if initial is None:
+            first = given["transition"].to(kind)
+            initial = stationary(first if first.ndim == 2 else first[..., 0, :, :])
+        initial = initial.to(kind)
         mean, covariance = given["initial_mean"].to(kind), given["initial_covariance"].to(kind)
         alike = mean.ndim == 1 and covariance.ndim == 2
         M, n = model.modes, model.state_dimension

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.filtering.checks import (
     initial_probabilities,
+    one_class,
     semi_definite,
     sized,
     stochastic,
@@ -50,7 +52,8 @@ class SwitchingLinearGaussian:
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``.
+        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
+            leaves as they are.
         dynamics: W, ``(M, n, n)``. n = 0 is allowed: a Markov-switching regression.
         dynamics_noise: Q, ``(M, n, n)``.
         emission: C, ``(M, p, n)``.
@@ -81,7 +84,7 @@ class SwitchingLinearGaussian:
         self,
         *,
         transition: Tensor,
-        initial: Tensor,
+        initial: Tensor | None = None,
         dynamics: Tensor,
         dynamics_noise: Tensor,
         emission: Tensor,
@@ -113,7 +116,10 @@ class SwitchingLinearGaussian:
             finite(owner, name, x)
         self.parameters: Mapping[str, Tensor] = got
         M = self.modes = stochastic(owner, got["transition"])
-        initial_probabilities(owner, got["initial"], M)
+        if "initial" in got:
+            initial_probabilities(owner, got["initial"], M)
+        else:
+            one_class(owner, got["transition"])
         sizes = {"p": sized(owner, "emission", got["emission"], 2)[-2]}
         sizes["n"] = sized(owner, "dynamics", got["dynamics"], 2)[-1]
         for name in ("dynamics_input", "emission_input"):
@@ -184,11 +190,20 @@ class SwitchingLinearGaussian:
                 f"replace: no parameter is called {', '.join(sorted(unknown))}; there are "
                 f"transition, initial, {', '.join(SHAPES)}."
             )
-        return type(self)(**{**self.parameters, **changes})  # pyright: ignore[reportArgumentType]
+        return self._again({**self.parameters, **changes})
+
+    def _again(self, given: Mapping[str, Any]) -> Self:
+        return type(self)(**given)
+
+    def unchecked(self, changes: Mapping[str, Tensor]) -> Self:
+        """The model with parameters changed that are known to be valid."""
+        new = copy(self)
+        new.parameters = {**self.parameters, **changes}
+        return new
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The model with its parameters in another precision or place, as ``Tensor.to``."""
-        return type(self)(**{n: x.to(*args, **kwargs) for n, x in self.parameters.items()})
+        return self._again({n: x.to(*args, **kwargs) for n, x in self.parameters.items()})
 
     def permute(self, order: Sequence[int]) -> Self:
         """The same model with its modes in another order."""
@@ -206,7 +221,7 @@ class SwitchingLinearGaussian:
             else:
                 tail = len(SHAPES[name])
                 out[name] = x.index_select(-tail - 1, at) if x.ndim > tail else x
-        return type(self)(**out)
+        return self._again(out)
 
     def steps_of(self, name: str) -> Tensor | None:
         """A parameter as ``(M, ...)``, or ``(*batch, T, M, ...)`` if it has these dimensions."""
@@ -218,7 +233,9 @@ class SwitchingLinearGaussian:
             x = x.expand(self.modes, *x.shape)
         return x
 
-    def linearize(self, step: Affine, mean: Tensor, covariance: Tensor, which: str) -> Affine:
+    def linearize(
+        self, step: Affine, mean: Tensor, covariance: Tensor, which: str, inputs: Tensor | None
+    ) -> Affine:
         """The linear model is its own linearization, wherever the state may be."""
         return step
 

@@ -85,7 +85,7 @@ def whiten(covariance: Tensor, *columns: Tensor) -> tuple[list[Tensor], list[Ten
     factored entry by entry, all at once.
     """
     p = covariance.shape[-1]
-    if p == 1 or (p <= 4 and covariance.shape[:-2].numel() >= MANY):
+    if p == 1 or (1 < p <= 4 and covariance.shape[:-2].numel() >= MANY):
         return _whiten_entries(covariance, columns)
     root, info = torch.linalg.cholesky_ex(covariance)
     white = torch.linalg.solve_triangular(root, torch.cat(columns, -1), upper=False)

@@ -37,7 +37,7 @@ class Bank(Protocol):
         ...
 
     def predict(self, message: Message, t: int | None) -> Message:
-        """Each message moved by each mode, ``(*batch, G, M or 1, ...)`` to ``(*batch, G, M, ...)``."""
+        """Each message moved by each mode: ``(*batch, G, M, ...)`` from 1 or M of them."""
         ...
 
     def observe(self, message: Message, t: int | None) -> tuple[Message, Tensor]:

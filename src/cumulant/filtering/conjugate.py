@@ -1,0 +1,236 @@
+"""Switching models over conjugate families: GPB and IMM in natural parameters (THEORY T26).
+
+The recursion is that of the Gaussian filters; only the messages differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.filtering.checks import initial_probabilities, series, stochastic
+from cumulant.filtering.maps import Map, image_size, member_of
+from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
+from cumulant.filtering.recursion import Belief, Scheme, advance, scheme_of
+from cumulant.measures.checks import numbers
+from cumulant.measures.gaussian import Gaussian
+from cumulant.measures.positive import Gamma
+from cumulant.measures.project import FROM_TORCH
+from cumulant.measures.simplex import Beta
+
+__all__ = ["ConjugatePosterior", "SwitchingConjugate", "filter_conjugate", "update_conjugate"]
+
+
+class SwitchingConjugate:
+    """Modes A_t, states x_t of an exponential family, and observations conjugate to it (T26).
+
+    P(A_t = j | A_{t-1} = i) = transition[i, j]; in mode j, x_t is the image of x_{t-1} under
+    dynamics[j], and y_t given x_t has the law likelihood[j]. Time 0 is one transition before the
+    first observation.
+
+    ============ ========================== ================================== =====================
+    prior        likelihood                 dynamics, besides None and `Renew` observations
+    ============ ========================== ================================== =====================
+    `Gamma`      `Poisson`, `Exponential`   `Scale`                            ``(*batch, T)``
+    `Beta`       `Bernoulli`                `Flip`                             ``(*batch, T)``
+    `Dirichlet`  `Categorical`              `Permute`                          ``(*batch, T, K)``
+    `Normal`     ``Gaussian(zeros, R)``     `Linear`                           ``(*batch, T, k)``
+    ============ ========================== ================================== =====================
+
+    Categories are one-hot. NaN is missing; for the Normal, element by element. For large means with
+    small variances take `SwitchingLinearGaussian`, the same filter in moments: natural parameters
+    cancel there.
+
+    Args:
+        transition: ``(M, M)``, rows sum to one.
+        initial: probabilities of the modes at time 0, ``(M,)``.
+        prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)``: one for each
+            mode.
+        likelihood: a class, or the law of the noise; or a list of M.
+        dynamics: a map, or a list of M; None leaves the state as it is.
+
+    Raises:
+        InputError: a likelihood that is not conjugate to the prior, or a map under which its family
+            is not closed.
+
+    >>> import torch, cumulant as cm
+    >>> from cumulant.filtering.conjugate import SwitchingConjugate, filter_conjugate
+    >>> from cumulant.filtering.maps import Renew
+    >>> rate = cm.Gamma(1.0, 0.5)
+    >>> model = SwitchingConjugate(
+    ...     transition=torch.tensor([[0.9, 0.1], [0.9, 0.1]]), initial=torch.tensor([1.0, 0.0]),
+    ...     prior=rate, likelihood=cm.Poisson, dynamics=[None, Renew(rate)])
+    >>> post = filter_conjugate(model, torch.tensor([2, 3, 1, 12]))
+    >>> bool(post.mode_probabilities[-1, 1] > 0.8)
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        transition: Tensor,
+        initial: Tensor,
+        prior: Any,
+        likelihood: Any,
+        dynamics: Any = None,
+    ) -> None:
+        owner = "SwitchingConjugate"
+        member = self.prior = member_of(owner, prior)
+        given: dict[str, Any] = {"transition": transition, "initial": initial}
+        if not member._weak:
+            given["prior"] = member._theta
+        for name, x in (("dynamics", dynamics), ("likelihood", likelihood)):
+            for j, part in enumerate(x if isinstance(x, list | tuple) else [x]):
+                found = part._tensors if isinstance(part, Map) else ()
+                if isinstance(part, Gaussian) and not part._weak:
+                    found = (part._loc, part._cov)
+                given |= {f"{name} {j} {i}": value for i, value in enumerate(found)}
+        got, weak = numbers(owner, **given)
+        self.transition, self.initial = got["transition"], got["initial"]
+        self.dtype = torch.get_default_dtype() if weak else self.transition.dtype
+        self.device = self.transition.device
+        M = self.modes = stochastic(owner, self.transition)
+        initial_probabilities(owner, self.initial, M)
+        if self.transition.ndim != 2 or self.initial.ndim != 1:
+            raise InputError(
+                f"{owner}: transition must be (M, M) and initial (M,), but they are "
+                f"{tuple(self.transition.shape)} and {tuple(self.initial.shape)}."
+            )
+        if tuple(member.batch_shape) not in ((), (M,)):
+            raise InputError(
+                f"{owner}: prior must have batch shape () or ({M},), one for each mode, not "
+                f"{tuple(member.batch_shape)}."
+            )
+        self.observation_dimension = p = member._event_size()
+        self.scalar = isinstance(member, Gamma | Beta)
+        self.dynamics = _for_modes(owner, "dynamics", dynamics, M)
+        self.likelihoods = [
+            FROM_TORCH.get(x, x) if isinstance(x, type) else x
+            for x in _for_modes(owner, "likelihood", likelihood, M)
+        ]
+        for j, map in enumerate(self.dynamics):
+            size = image_size(f"{owner}: dynamics of mode {j}", member, map)
+            if size != p or (map is not None and map._batch):
+                what = f"maps {p} numbers to {size}" if size != p else "is a batch of maps"
+                raise InputError(
+                    f"{owner}: dynamics of mode {j}, {type(map).__name__}, {what}, but every mode "
+                    "needs one map that keeps the dimension of the state."
+                )
+        typical = torch.full((1, p), torch.nan, dtype=torch.float64, device=self.device)
+        for law in self.likelihoods:
+            if isinstance(law, Gaussian) and law.batch_shape:
+                raise InputError(f"{owner}: give the noise laws of the modes as a list.")
+            observed(owner, member, law, typical)
+
+    def __repr__(self) -> str:
+        kind = type(self.prior).__name__
+        size = self.observation_dimension
+        return f"SwitchingConjugate({kind}, modes={self.modes}, state_dimension={size})"
+
+
+def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
+    out = list(given) if isinstance(given, list | tuple) else [given] * modes
+    if len(out) != modes:
+        raise InputError(f"{owner}: {name} has {len(out)} entries for {modes} modes (transition).")
+    return out
+
+
+def filter_conjugate(
+    model: SwitchingConjugate,
+    observations: Tensor,
+    collapse: str | int = "gpb2",
+    lengths: Tensor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConjugatePosterior:
+    """What the observations say about modes and states, step by step (T26).
+
+    log p(y | theta) = A(theta + t(y)) - A(theta) + log b(y), and the posterior is theta + t(y).
+
+    Args:
+        model: the model.
+        observations: ``(*batch, T)`` numbers or ``(*batch, T, p)`` vectors; NaN is missing.
+        collapse: as for `filter`.
+        lengths: where series are shorter than T, how long each is, ``(*batch,)``.
+        progress: called with the number of steps done and T.
+
+    Returns:
+        A `ConjugatePosterior`; differentiable in the parameters of the model.
+
+    Raises:
+        InputError: observations outside the support of the likelihood.
+    """
+    scheme = scheme_of("filter", collapse)
+    y = observations
+    if model.scalar:
+        try:
+            y = y if isinstance(y, Tensor) else torch.as_tensor(y, dtype=torch.float64)  # pyright: ignore[reportUnnecessaryIsInstance]
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"filter: observations must be a tensor of numbers, not {type(y).__name__}."
+            ) from None
+        if y.ndim < 1 or y.shape[-1] < 1:
+            raise InputError(
+                f"filter: observations must have shape (*batch, T), T >= 1, not {tuple(y.shape)}."
+            )
+        y = y[..., None]
+    bank = ConjugateBank(model, series("filter", model, y, lengths))
+    belief, alike = bank.start()
+    return _run(bank, scheme, belief, alike, progress)
+
+
+def _run(
+    bank: ConjugateBank,
+    scheme: Scheme,
+    belief: Belief,
+    alike: bool,
+    progress: Callable[[int, int], None] | None,
+) -> ConjugatePosterior:
+    T = bank.observations.shape[-2]
+    beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
+    for t in range(T):
+        step = advance(bank, scheme, beliefs[-1], t, alike=alike and t == 0)
+        beliefs.append(step.belief)
+        totals.append(step.log_likelihood)
+        predicted.append(step.log_predicted)
+        if progress is not None:
+            progress(t + 1, T)
+    return ConjugatePosterior(
+        bank.model,
+        scheme,
+        (bank.observations,),
+        tuple(beliefs),
+        tuple(totals),
+        tuple(predicted),
+    )
+
+
+def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
+    """Go on from a posterior by one observation; equal to filtering all at once.
+
+    Args:
+        post: from `filter_conjugate` or `update_conjugate`.
+        y: the next observation, ``(*batch,)`` or ``(*batch, p)``; NaN is missing.
+    """
+    past, model = post.observations[0], post.model
+    value = torch.as_tensor(y, dtype=past.dtype, device=past.device)
+    value = value[..., None] if model.scalar else value
+    want = (*past.shape[:-2], model.observation_dimension)
+    if tuple(value.shape) != want or bool(value.isinf().any()):
+        raise InputError(
+            "update: y must be the next observation of each series, finite or NaN, of shape "
+            f"{want[:-1] if model.scalar else want}; got shape {tuple(torch.as_tensor(y).shape)}."
+        )
+    bank = ConjugateBank(model, value[..., None, :])
+    more = _run(bank, post.scheme, post.beliefs[-1], False, None)
+    return replace(
+        post,
+        observations=post.observations + more.observations,
+        beliefs=post.beliefs + more.beliefs[1:],
+        step_totals=post.step_totals + more.step_totals,
+        log_predicted=post.log_predicted + more.log_predicted,
+    )

@@ -1,0 +1,131 @@
+"""`forecast` and `sample`: what a model expects, and what it might do (THEORY T25)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.filtering.filters import run
+from cumulant.filtering.gaussian import GaussianBank, inputs_of
+from cumulant.filtering.posterior import Posterior
+from cumulant.measures.checks import generator_of, whole
+
+__all__ = ["Sample", "forecast", "sample"]
+
+
+def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Posterior:
+    """What is expected after the last observation, step by step.
+
+    A forecast is a filter that sees nothing. Collapsing loses nothing here: means and covariances
+    are those of the full mixture.
+
+    Args:
+        post: from `filter` or `update`. A model that changes with time must reach so far.
+        steps: how many.
+        inputs: u of these steps, ``(*batch, steps, m)``, if the model takes them.
+
+    Returns:
+        A `Posterior` over the steps to come: ``mean``, ``covariance`` and ``mode_probabilities``
+        of the state, ``observation_mean`` and ``observation_covariance`` of what will be seen.
+
+    >>> import torch, cumulant as cm
+    >>> one = torch.ones(1, 1, 1)
+    >>> model = cm.filtering.SwitchingLinearGaussian(
+    ...     transition=torch.ones(1, 1), initial=torch.ones(1), dynamics=one, dynamics_noise=one,
+    ...     emission=one, emission_noise=one, initial_mean=torch.zeros(1),
+    ...     initial_covariance=torch.zeros(1, 1))
+    >>> post = cm.filtering.filter(model, torch.tensor([[2.0]]))
+    >>> cm.filtering.forecast(post, 3).covariance.flatten()
+    tensor([1.5000, 2.5000, 3.5000])
+    """
+    steps = whole("forecast", "steps", steps, 1)
+    seen = post.observations[-1]
+    nothing = seen.new_full((*seen.shape[:-2], steps, seen.shape[-1]), torch.nan)
+    u = inputs_of("forecast", post.model, inputs, steps, nothing)
+    bank = GaussianBank(post.model, nothing, u, first=post.first + post.steps)
+    return run(bank, post.scheme, post.beliefs[-1], alike=False)
+
+
+class Sample(NamedTuple):
+    """Modes ``(*size, T)``, states ``(*size, T, n)`` and observations ``(*size, T, p)``."""
+
+    modes: Tensor
+    states: Tensor
+    observations: Tensor
+
+
+def sample(
+    model: Any,
+    steps: int,
+    size: tuple[int, ...] = (),
+    *,
+    inputs: Tensor | None = None,
+    seed: int | None = None,
+) -> Sample:
+    """Draw series from the model.
+
+    Args:
+        model: a `SwitchingLinearGaussian` or `SwitchingNonlinear`.
+        steps: T.
+        size: how many series, ``()`` for one.
+        inputs: u, ``(*size, T, m)``, if the model takes them.
+        seed: for draws that can be repeated.
+
+    >>> import torch, cumulant as cm
+    >>> one = torch.ones(2, 1, 1)
+    >>> model = cm.filtering.SwitchingLinearGaussian(
+    ...     transition=torch.eye(2), initial=torch.tensor([0.0, 1.0]), dynamics=one,
+    ...     dynamics_noise=one, emission=one, emission_noise=one,
+    ...     initial_mean=torch.zeros(1), initial_covariance=torch.eye(1))
+    >>> cm.filtering.sample(model, 4, seed=0).modes
+    tensor([1, 1, 1, 1])
+    """
+    steps = whole("sample", "steps", steps, 1)
+    size = tuple(whole("sample", "size", s, 0) for s in size)
+    device, kind = model.device, model.dtype
+    blank = torch.full((*size, steps, model.observation_dimension), torch.nan).to(device, kind)
+    bank = GaussianBank(model, blank, inputs_of("sample", model, inputs, steps, blank))
+    generator = generator_of("sample", torch.seed() if seed is None else seed)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like)
+
+    def pick(x: Tensor, mode: Tensor, event: int) -> Tensor:
+        """What belongs to the mode, of ``(..., 1, M, ...)``."""
+        x = x.expand(*size, 1, *x.shape[-event - 1 :]).squeeze(len(size))
+        at = mode.reshape(*mode.shape, *(1,) * (event + 1))
+        return x.take_along_dim(at, len(size)).squeeze(len(size))
+
+    def draw(log_p: Tensor) -> Tensor:
+        uniform = torch.rand(log_p.shape, generator=generator).to(log_p)
+        return (log_p - (-uniform.log()).log()).argmax(-1)
+
+    def move(which: str, x: Tensor, mode: Tensor, t: int) -> Tensor:
+        step = bank.linear(which, (x[..., None, None, :], x.new_zeros(())), t)
+        matrix, offset = pick(step.matrix, mode, 2), pick(step.offset, mode, 1)
+        mean = (matrix @ x[..., None])[..., 0] + offset
+        return mean + (_root(pick(step.noise, mode, 2)) @ noise(mean)[..., None])[..., 0]
+
+    with torch.no_grad():
+        belief, _ = bank.start()
+        mode = draw(belief.log_weights.expand(*size, 1, -1)[..., 0, :])
+        center = pick(belief.message[0], mode, 1)
+        state = (
+            center + (_root(pick(belief.message[1], mode, 2)) @ noise(center)[..., None])[..., 0]
+        )
+        modes, states, seen = list[Tensor](), list[Tensor](), list[Tensor]()
+        for t in range(steps):
+            mode = draw(pick(bank.log_transition(t), mode, 1))
+            state = move("dynamics", state, mode, t)
+            modes.append(mode)
+            states.append(state)
+            seen.append(move("emission", state, mode, t))
+    return Sample(torch.stack(modes, -1), torch.stack(states, -2), torch.stack(seen, -2))
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """A root of a semi-definite matrix."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0.0).sqrt()[..., None, :]

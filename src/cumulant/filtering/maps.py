@@ -1,0 +1,256 @@
+"""Maps that keep a law in its family, and the image of a law under them (THEORY T26).
+
+A map acts on the natural parameters theta ``(*batch, R, d)`` of a family's members.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.filtering.checks import semi_definite, sized
+from cumulant.filtering.moments import symmetric
+from cumulant.measures.checks import broadcast, finite, numbers, positive, require
+from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
+from cumulant.measures.newton import wide
+from cumulant.measures.positive import Gamma
+from cumulant.measures.simplex import Beta, Dirichlet
+
+__all__ = ["Flip", "Linear", "Map", "Merge", "Permute", "Renew", "Scale", "push"]
+
+FAMILIES = (Gamma, Beta, Dirichlet, Normal)
+CLOSED = (
+    "Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under Linear, "
+    "each under None (unchanged) and under Renew (by a member of the same family)"
+)
+
+
+class Map(ABC):
+    """A change of the state under which some families are closed."""
+
+    _families: ClassVar[tuple[type, ...]]
+    # What was given as tensors, and so decides on precision, device and derivatives.
+    _tensors: tuple[Tensor, ...] = ()
+    _batch: torch.Size = torch.Size()
+
+    @abstractmethod
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        """The natural parameter of the image of each theta, in the family of `member`."""
+
+    def _image_size(self, owner: str, member: Any) -> int:
+        """How many numbers the image is a law of; raises if the map does not fit the member."""
+        return member._event_size()
+
+
+class Scale(Map):
+    """x to c x, for a gamma: the rate becomes rate / c.
+
+    Args:
+        c: > 0, ``()``, or ``(*batch,)`` in `push`.
+    """
+
+    _families = (Gamma,)
+
+    def __init__(self, c: Tensor | float) -> None:
+        got, weak = numbers("Scale", c=c)
+        self.c = positive("Scale", "c", got["c"])
+        self._tensors, self._batch = () if weak else (self.c,), self.c.shape
+
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        rate = theta[..., 0] / self.c.to(theta)[..., None]
+        return torch.stack(torch.broadcast_tensors(rate, theta[..., 1]), -1)
+
+
+class Flip(Map):
+    """x to 1 - x, for a beta: the two concentrations change places."""
+
+    _families = (Beta,)
+
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        return theta.flip(-1)
+
+
+class Merge(Map):
+    """Coordinates of a Dirichlet added up, group by group: so are their concentrations.
+
+    Args:
+        groups: each coordinate 0, 1, ..., K - 1 in one of them; at least two groups.
+    """
+
+    _families = (Dirichlet,)
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        name = type(self).__name__
+        try:
+            self.groups = [[int(k) for k in group] for group in groups]
+        except (TypeError, ValueError):
+            raise InputError(f"{name}: expected coordinates 0, 1, ..., not {groups!r}.") from None
+        named = sorted(k for group in self.groups for k in group)
+        if named != list(range(len(named))) or not all(self.groups) or len(self.groups) < 2:
+            raise InputError(
+                f"{name}: each coordinate 0, 1, ..., K - 1 must be named once, and at least two "
+                f"must be left; got {groups!r}."
+            )
+
+    def _image_size(self, owner: str, member: Any) -> int:
+        size = sum(len(group) for group in self.groups)
+        if member.dimension != size:
+            raise InputError(
+                f"{owner}: this {type(self).__name__} names {size} coordinates, but the Dirichlet "
+                f"has {member.dimension}."
+            )
+        return len(self.groups)
+
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        return torch.stack([theta[..., group].sum(-1) for group in self.groups], -1)
+
+
+class Permute(Merge):
+    """Coordinates of a Dirichlet in another order: the new x_k is the old x_order[k]."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__([[k] for k in order])
+
+
+class Linear(Map):
+    """x to W x + b + N(0, Q), for a Normal.
+
+    Args:
+        W: ``(k, k)``; in `push` also ``(*batch, a, k)``, and the others accordingly.
+        b: ``(k,)``; zero if left out.
+        Q: ``(k, k)``, positive semi-definite; zero if left out. W W' + Q must be positive definite,
+            or the image has no density.
+    """
+
+    _families = (Normal,)
+
+    def __init__(self, W: Tensor, b: Tensor | None = None, Q: Tensor | None = None) -> None:
+        parts = {"W": W, "b": b, "Q": Q}
+        got, weak = numbers("Linear", **{n: x for n, x in parts.items() if x is not None})
+        shape = sized("Linear", "W", finite("Linear", "W", got["W"]), 2)
+        a = shape[-2]
+        self.W, self._tensors = got["W"], () if weak else tuple(got.values())
+        self.b = finite("Linear", "b", got.get("b", self.W.new_zeros(a)))
+        self.Q = finite("Linear", "Q", got.get("Q", self.W.new_zeros(a, a)))
+        if self.b.shape[-1:] != (a,) or self.Q.shape[-2:] != (a, a):
+            raise InputError(
+                f"Linear: with W {tuple(shape)}, b must be ({a},) and Q ({a}, {a}), but they are "
+                f"{tuple(self.b.shape)} and {tuple(self.Q.shape)}."
+            )
+        self._batch = broadcast("Linear", W=shape[:-2], b=self.b.shape[:-1], Q=self.Q.shape[:-2])
+        semi_definite("Linear", "Q", self.Q)
+        reached = symmetric(self.W @ self.W.mT + self.Q).detach()
+        require(
+            torch.linalg.matrix_rank(reached, hermitian=True) == a,
+            lambda: "Linear: W W' + Q is singular, so the image has no density: give more noise Q.",
+        )
+
+    def _image_size(self, owner: str, member: Any) -> int:
+        if self.W.shape[-1] != member._event_size():
+            raise InputError(
+                f"{owner}: W of Linear is {tuple(self.W.shape)}, but the Normal is a law of "
+                f"{member._event_size()} numbers."
+            )
+        return self.W.shape[-2]
+
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        mean, covariance = member._member(theta)
+        W, Q = (x.to(theta)[..., None, :, :] for x in (self.W, self.Q))
+        mean = (W @ mean[..., None])[..., 0] + self.b.to(theta)[..., None, :]
+        precision = inverse(symmetric(W @ covariance @ W.mT + Q))
+        first, second = (precision @ mean[..., None])[..., 0], packed_natural(precision)
+        return torch.cat([first, second.expand(*first.shape[:-1], -1)], -1)
+
+
+class Renew(Map):
+    """The state is drawn afresh, independent of the old one: a change point.
+
+    Args:
+        measure: the law it is drawn from, a member of the same family.
+    """
+
+    _families = FAMILIES
+
+    def __init__(self, measure: Any) -> None:
+        self.measure = member_of("Renew", measure)
+        self._tensors = () if self.measure._weak else (self.measure._theta,)
+        self._batch = self.measure.batch_shape
+
+    def _image_size(self, owner: str, member: Any) -> int:
+        if type(self.measure) is not type(member) or self.measure.dimension != member.dimension:
+            raise InputError(
+                f"{owner}: Renew draws from {self.measure!r}, but the state is a {member!r}: they "
+                "must be of one family and dimension."
+            )
+        return member._event_size()
+
+    def _move(self, member: Any, theta: Tensor) -> Tensor:
+        own = self.measure._theta.to(theta)
+        return own.expand(torch.broadcast_shapes(own.shape, theta.shape))
+
+
+def member_of(owner: str, measure: Any) -> Any:
+    """The measure as a member of one of the families; a Gaussian becomes a Normal."""
+    kind = type(measure)
+    if kind is not Gaussian and kind not in FAMILIES:
+        raise InputError(
+            f"{owner}: expected a member of Gamma, Beta, Dirichlet or Normal, not {kind.__name__}."
+        )
+    if measure._rows:
+        raise InputError(f"{owner}: the measure must not be tilted by several eta at once.")
+    if kind is Gaussian:
+        full = Normal(measure.loc, measure.covariance_matrix)
+        full._weak = measure._weak
+        return full
+    return measure
+
+
+def image_size(owner: str, member: Any, map: Any) -> int:
+    """How many numbers the image is a law of; raises unless the family is closed under the map."""
+    if map is None:
+        return member._event_size()
+    if not isinstance(map, Map) or type(member) not in map._families:
+        raise InputError(
+            f"{owner}: {type(member).__name__} is not closed under {type(map).__name__}. Closed "
+            f"are {CLOSED}."
+        )
+    return map._image_size(owner, member)
+
+
+def push(measure: Any, map: Map | None) -> Any:
+    """The law of map(x) for x from the measure: again a member of its family (T26).
+
+    Gamma is closed under `Scale`, Beta under `Flip`, Dirichlet under `Permute` and `Merge`, Normal
+    and Gaussian under `Linear`, and each under None (unchanged) and `Renew`.
+
+    Args:
+        measure: of batch shape ``(*batch,)``; the map's tensors broadcast with it.
+        map: the map.
+
+    Raises:
+        InputError: a pair that is not closed, or sizes that do not fit.
+
+    >>> import torch, cumulant as cm
+    >>> from cumulant.filtering.maps import Merge, push
+    >>> push(cm.Dirichlet(torch.tensor([1.0, 2.0, 3.0])), Merge([[0, 2], [1]])).concentration
+    tensor([4., 2.])
+    """
+    member = member_of("push", measure)
+    image_size("push", member, map)
+    if map is None:
+        return measure
+    broadcast("push", measure=member.batch_shape, map=map._batch)
+    given = {"measure": () if member._weak else (member._theta,), "map": map._tensors}
+    got, weak = numbers("push", **named(given))
+    family, theta, _ = wide(member, member._theta)
+    image = family._rebuilt({"_theta": map._move(family, theta)})
+    image = image._to(torch.float64 if weak else next(iter(got.values())).dtype)
+    image._weak = weak
+    if isinstance(measure, Gaussian):
+        return Gaussian(image.loc, image.covariance_matrix)
+    return image

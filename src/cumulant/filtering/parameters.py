@@ -1,0 +1,166 @@
+"""Models as vectors: coordinates without constraints, and the way back.
+
+Rows of probabilities are softmax of logits, one of them fixed at zero; covariances are L L' with
+the logarithms of L's diagonal; everything else is itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.filtering.model import COVARIANCES, SHAPES
+
+__all__ = ["Block", "Coordinates", "coordinates"]
+
+PROBABILITIES = ("transition", "initial")
+USUAL = (
+    *("transition", "dynamics_bias", "dynamics_input", "dynamics_noise"),
+    *("emission_bias", "emission_input", "emission_noise"),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One parameter: where it starts, and which entries (or logits, or entries of L) move."""
+
+    name: str
+    start: Tensor
+    mask: Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.mask.sum())
+
+    def vector(self, value: Tensor) -> Tensor:
+        """The free coordinates of a value."""
+        if self.name in PROBABILITIES:
+            reference = _reference(self.start)
+            logs = torch.where(value > 0, value, 1.0).log()
+            return (logs - logs.gather(-1, reference))[self.mask]
+        if self.name in COVARIANCES:
+            root = torch.linalg.cholesky(value)
+            logs = torch.diag_embed(root.diagonal(dim1=-2, dim2=-1).log())
+            return (root.tril(-1) + logs)[self.mask]
+        return value[self.mask]
+
+    def value(self, vector: Tensor) -> Tensor:
+        """The parameter at these coordinates; what does not move stays as it started."""
+        if self.name in PROBABILITIES:
+            logits = torch.zeros_like(self.start).masked_scatter(self.mask, vector)
+            return logits.masked_fill(self.start <= 0, -torch.inf).softmax(-1)
+        if self.name in COVARIANCES:
+            entries = torch.zeros_like(self.start).masked_scatter(self.mask, vector)
+            diagonal = entries.diagonal(dim1=-2, dim2=-1).exp()
+            root = entries.tril(-1) + torch.diag_embed(diagonal)
+            return root @ root.mT
+        return self.start.masked_scatter(self.mask, vector)
+
+
+def _reference(p: Tensor) -> Tensor:
+    """The likeliest entry of each row, whose logit is zero."""
+    return p.detach().argmax(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A model's free parameters as one vector."""
+
+    model: Any
+    blocks: tuple[Block, ...]
+
+    def vector(self, model: Any) -> Tensor:
+        """Where a model lies."""
+        parts = [b.vector(model.parameters[b.name].detach()) for b in self.blocks]
+        return torch.cat([p.reshape(-1) for p in parts])
+
+    def values(self, vector: Tensor) -> dict[str, Tensor]:
+        """The free parameters at these coordinates."""
+        parts = vector.split([b.size for b in self.blocks])
+        return {b.name: b.value(p) for b, p in zip(self.blocks, parts, strict=True)}
+
+    def at(self, vector: Tensor) -> Any:
+        """The model there, valid by construction."""
+        return self.model.unchecked(self.values(vector))
+
+    def moved(self, model: Any) -> Coordinates:
+        """The same coordinates around another model."""
+        blocks = (Block(b.name, model.parameters[b.name].detach(), b.mask) for b in self.blocks)
+        return Coordinates(model, tuple(blocks))
+
+
+def coordinates(model: Any, free: Any = None) -> Coordinates:
+    """The coordinates that `fit` moves; see there for `free`."""
+    if free is None:
+        chosen: dict[str, Any] = {
+            name: True
+            for name in USUAL
+            if name in model.parameters
+            and model.parameters[name].numel()
+            and not (name in COVARIANCES and _singular(model.parameters[name]))
+        }
+    elif isinstance(free, Mapping):
+        chosen = dict(free)
+    else:
+        chosen = dict.fromkeys([free] if isinstance(free, str) else free, True)
+    functions = getattr(model, "functions", {})
+    known = {"transition", "initial", *SHAPES} - set(functions)
+    blocks: list[Block] = []
+    for name, how in chosen.items():
+        if name not in known or name not in model.parameters:
+            have = ", ".join(n for n in model.parameters if n in known)
+            raise InputError(f"fit: the model has no parameter {name!r} to free; it has {have}.")
+        blocks.append(_block(name, model.parameters[name].detach(), how))
+    found = Coordinates(model, tuple(b for b in blocks if b.size))
+    if not found.blocks:
+        raise InputError("fit: nothing is free: name parameters in free=.")
+    return found
+
+
+def _singular(covariance: Tensor) -> bool:
+    return bool((torch.linalg.cholesky_ex(covariance).info != 0).any())
+
+
+def _block(name: str, start: Tensor, how: Any) -> Block:
+    every = torch.ones_like(start, dtype=torch.bool)
+    if name in PROBABILITIES:
+        if how is not True:
+            raise InputError(f"fit: {name} is free as a whole; entries that are zero stay zero.")
+        mask = (start > 0).scatter(-1, _reference(start), False)
+        return Block(name, start, mask)
+    if name in COVARIANCES:
+        if _singular(start):
+            raise InputError(
+                f"fit: {name} can only be learned from a positive definite start; leave it out of "
+                "free, or start with a little noise in every direction."
+            )
+        lower = every.tril()
+        diagonal = torch.diag_embed(every.diagonal(dim1=-2, dim2=-1))
+        shared = bool((start == torch.diag_embed(start.diagonal(dim1=-2, dim2=-1))).all())
+        if how is True:
+            how = "diagonal" if shared else "dense"
+        if how not in ("diagonal", "dense"):
+            raise InputError(
+                f"fit: {name} may be free as 'diagonal' or 'dense', or True for either by its "
+                f"start, not {how!r}."
+            )
+        if how == "diagonal" and not shared:
+            raise InputError(f"fit: {name} is to stay diagonal, but does not start so.")
+        return Block(name, start, diagonal if how == "diagonal" else lower)
+    if how is True:
+        return Block(name, start, every)
+    mask = torch.as_tensor(how, device=start.device)
+    try:
+        mask = mask.expand(start.shape)
+    except RuntimeError:
+        mask = mask.new_zeros(())
+    if mask.dtype != torch.bool or mask.shape != start.shape:
+        raise InputError(
+            f"fit: free[{name!r}] must be True or a boolean mask of shape {tuple(start.shape)}."
+        )
+    return Block(name, start, mask)

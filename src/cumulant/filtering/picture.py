@@ -1,0 +1,269 @@
+"""`picture`: the series and its predictions, the states, and the modes, over one axis of time."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
+from cumulant.figures import write as write_figure
+from cumulant.filtering.files import Names
+from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.smoothing import Smoothed
+from cumulant.filtering.tables import deviations, episodes, whole_file
+
+__all__ = ["picture"]
+
+BAND = 1.96  # standard deviations to each side: 95 % of a Gaussian
+MOST_ROWS = 6  # of observations, and of states
+MOST_SHADES = 250
+STATE_COLOR, BAND_COLOR = COLORS[3], "#b9c0cf"
+MODE_COLORS = tuple(COLORS[i] for i in (0, 1, 2, 4, 5, 3))
+
+
+class _Time(NamedTuple):
+    """Where the steps stand on the axis, and where the observed ones end."""
+
+    at: Any
+    labels: list[str] | None
+    observed: int
+
+    @property
+    def width(self) -> float:
+        """Of a point or a line: less where there are many."""
+        return float(np.clip(500 / len(self.at), 0.25, 1.0))
+
+
+def picture(
+    post: Posterior,
+    smoothed: Smoothed | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    labels: Sequence[str] | None = None,
+    names: Names | Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    forecast: Posterior | None = None,
+) -> Any:
+    """Draw what a filter found: predictions of the series, states with 95 % bands, modes.
+
+    Args:
+        post: from `filter`, of one series.
+        smoothed: from `smooth`; without it, states and modes are those known at each step.
+        path: where to write it, by suffix (png, svg, pdf); None for nowhere.
+        labels: of the steps: dates, years, or numbers that grow, which then are the axis.
+        names: of the modes, or of modes and states as `read_model` gives them.
+        columns: names of the observations.
+        forecast: from `forecast`, to follow after the last observation.
+
+    Returns:
+        The matplotlib figure.
+    """
+    need_matplotlib()
+    y = torch.cat(post.observations, -2).detach().cpu().double()
+    if y.ndim != 2:
+        raise InputError(
+            f"picture: one series is drawn, but the posterior has a batch {tuple(y.shape[:-2])}."
+        )
+    modes, states = _named(post, names)
+    columns = columns or [f"observation {k + 1}" for k in range(y.shape[-1])]
+    if len(columns) != y.shape[-1] or (labels is not None and len(labels) != post.steps):
+        raise InputError(
+            f"picture: {post.steps} labels and {y.shape[-1]} columns are needed, not "
+            f"{post.steps if labels is None else len(labels)} and {len(columns)}."
+        )
+    known: list[Any] = [post if smoothed is None else smoothed, *([forecast] if forecast else [])]
+    ahead: list[Any] = [post, *([forecast] if forecast else [])]
+    time = _time(labels, post.steps, 0 if forecast is None else forecast.steps)
+    rows, more = min(y.shape[-1], MOST_ROWS), min(len(states), MOST_ROWS)
+    heights = [2.3 if rows == 1 else 1.7] * rows + [2.3 if more == 1 else 1.7] * more + [1.7]
+    with style():
+        figure = new_figure(10.0, sum(heights) + 0.5)
+        axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
+        panels = list(axes[:, 0])
+        probabilities = _joined(known, "mode_probabilities")
+        mean, spread = _joined(ahead, "observation_mean"), _spread(ahead, "observation_covariance")
+        for k in range(rows):
+            _series(panels[k], time, y[:, k], mean[:, k], spread[:, k])
+            panels[k].set_title(_short(columns[k], 70))
+        mean, spread = _joined(known, "mean"), _spread(known, "covariance")
+        for k in range(more):
+            panel = panels[rows + k]
+            _state(panel, time, mean[:, k], spread[:, k], smoothed is not None)
+            panel.set_title(_short(states[k], 70))
+        for panel in panels[:-1]:
+            _shade(panel, time, probabilities)
+        so_far = None if smoothed is None else _joined(ahead, "mode_probabilities")
+        _modes(panels[-1], time, modes, probabilities, so_far)
+        for panel in panels:
+            panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), handlelength=1.4)
+            if forecast is not None:
+                between = (time.at[time.observed - 1] + time.at[time.observed]) / 2
+                panel.axvline(between, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        _ticks(panels[-1], time)
+        left = [f"{y.shape[-1] - rows} more observations"] * (y.shape[-1] > rows)
+        left += [f"{len(states) - more} more states"] * (len(states) > more)
+        if left:
+            figure.supxlabel(f"not drawn: {', '.join(left)}", fontsize=8.5, color=MUTED)
+        if path is not None:
+            with whole_file(path) as part:
+                write_figure(figure, part)
+    return figure
+
+
+def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
+    M, n = post.model.modes, post.model.state_dimension
+    modes = names.modes if isinstance(names, Names) else names
+    states = names.states if isinstance(names, Names) else None
+    out = Names(
+        list(modes or [f"mode {k + 1}" for k in range(M)]),
+        list(states or [f"state {k + 1}" for k in range(n)]),
+    )
+    if len(out.modes) != M or len(out.states) != n:
+        raise InputError(
+            f"picture: names are needed for {M} modes and {n} states, not for {len(out.modes)} and "
+            f"{len(out.states)}."
+        )
+    return out
+
+
+def _short(text: str, most: int) -> str:
+    # A dollar sign would begin a formula.
+    return textwrap.shorten(text, most, placeholder="…").replace("$", r"\$")
+
+
+def _joined(parts: list[Any], name: str) -> Any:
+    each: list[Tensor] = [getattr(x, name).detach().cpu().double() for x in parts]
+    return torch.cat(each).numpy()
+
+
+def _spread(parts: list[Any], name: str) -> Any:
+    each = [deviations(getattr(x, name).detach().cpu().double()) for x in parts]
+    return BAND * torch.cat(each).numpy()
+
+
+def _time(labels: Sequence[str] | None, steps: int, future: int) -> _Time:
+    """Steps by their labels if these are numbers that grow, else one after another from 1."""
+    total = steps + future
+    if labels is None:
+        return _Time(np.arange(1.0, total + 1), None, steps)
+    try:
+        at = np.array([float(x) for x in labels])
+    except ValueError:
+        at = np.empty(0)
+    if len(at) and np.isfinite(at).all() and (np.diff(at) > 0).all():
+        pace = np.median(np.diff(at)) if len(at) > 1 else 1.0
+        return _Time(np.append(at, at[-1] + pace * np.arange(1, future + 1)), None, steps)
+    return _Time(np.arange(1.0, total + 1), list(labels), steps)
+
+
+def _series(axes: Any, time: _Time, seen: Tensor, mean: Any, spread: Any) -> None:
+    axes.fill_between(
+        *(time.at, mean - spread, mean + spread),
+        color=BAND_COLOR,
+        alpha=0.55,
+        linewidth=0,
+        label="predicted, 95 %",
+    )
+    axes.plot(time.at, mean, color=MUTED, linewidth=1.0 * time.width, label="predicted")
+    t = time.at[: time.observed]
+    axes.plot(t, seen.numpy(), color=INK, linewidth=0.9 * time.width, alpha=0.8)
+    axes.plot([], [], color=INK, linewidth=0.9, marker="o", markersize=2.4, label="observed")
+    axes.plot(t, seen.numpy(), "o", color=INK, markersize=2.4 * time.width, markeredgewidth=0)
+    # A first prediction from a vague start would dwarf all others.
+    inside = seen[~seen.isnan()]
+    low, high = float(inside.min()), float(inside.max())
+    bands = np.quantile(np.stack([mean - spread, mean + spread]), [0.02, 0.98])
+    room = max(high - low, 1e-9)
+    low, high = min(low, max(bands[0], low - room)), max(high, min(bands[1], high + room))
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+
+
+def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> None:
+    axes.fill_between(
+        *(time.at, mean - spread, mean + spread),
+        color=STATE_COLOR,
+        alpha=0.22,
+        linewidth=0,
+        label="95 %",
+    )
+    told = "given all" if smoothed else "given what was so far"
+    axes.plot(time.at, mean, color=STATE_COLOR, linewidth=0.8 + 0.7 * time.width, label=told)
+
+
+def _shade(axes: Any, time: _Time, probabilities: Any) -> None:
+    """Behind the curves, the mode where it is not the most usual one."""
+    found = episodes(torch.from_numpy(probabilities))
+    usual = int(probabilities.sum(0).argmax())
+    if sum(map(len, found)) > MOST_SHADES:
+        return
+    edges = _edges(time.at)
+    for mode, each in enumerate(found):
+        for part in each if mode != usual else []:
+            color = MODE_COLORS[mode % len(MODE_COLORS)]
+            axes.axvspan(edges[part.first], edges[part.last + 1], color=color, alpha=0.08, lw=0)
+
+
+def _edges(at: Any) -> Any:
+    """Between the steps, and as far outside the first and the last."""
+    if len(at) < 2:
+        return np.array([at[0] - 0.5, at[0] + 0.5])
+    middle = (at[1:] + at[:-1]) / 2
+    return np.concatenate([[2 * at[0] - middle[0]], middle, [2 * at[-1] - middle[-1]]])
+
+
+def _modes(axes: Any, time: _Time, names: list[str], probabilities: Any, so_far: Any) -> None:
+    """Areas, the last mode at the bottom; thin lines for what was known at each step."""
+    edges = _edges(time.at)
+    above = np.ones(len(time.at))
+    for j, name in enumerate(names):
+        below = above - probabilities[:, j]
+        axes.stairs(
+            *(above, edges),
+            baseline=np.clip(below, 0, 1),
+            fill=True,
+            color=MODE_COLORS[j % len(MODE_COLORS)],
+            alpha=0.45 if j < len(MODE_COLORS) else 0.2,
+            linewidth=0,
+            label=textwrap.fill(_short(name, 48), 24),
+        )
+        above = below
+    if so_far is not None and len(names) > 1:
+        lines = np.cumsum(so_far[:, :0:-1], -1)
+        told = "known so far"
+        for k in range(lines.shape[1]):
+            axes.plot(time.at, lines[:, k], color=INK, linewidth=0.9 * time.width, label=told)
+            told = None
+    axes.set_ylim(0, 1)
+    axes.set_title("probability of the modes")
+    axes.set_xlim(edges[0], edges[-1])
+
+
+def _ticks(axes: Any, time: _Time) -> None:
+    """Years where labels begin with them, else some of the labels."""
+    if time.labels is None:
+        axes.ticklabel_format(axis="x", useOffset=False)
+        axes.set_xlabel("step" if float(time.at[0]) == 1.0 else "")
+        return
+    found = [re.match(r"(\d{4})(?!\d)", x) for x in time.labels]
+    years = [int(m[1]) for m in found if m is not None]
+    if len(years) == len(found) and years == sorted(years) and years[-1] - years[0] >= 4:
+        pace = next(p for p in (1, 2, 5, 10, 20, 50, 100, 10000) if years[-1] - years[0] <= 12 * p)
+        # Years in which the file begins somewhere in the middle have no tick.
+        first = [k for k in range(1, len(years)) if years[k] > years[k - 1]]
+        first = [k for k in first if years[k] % pace == 0]
+        axes.set_xticks([float(time.at[k]) for k in first], [str(years[k]) for k in first])
+        return
+    longest = max(len(x) for x in time.labels)
+    count = min(len(time.labels), max(2, min(10, 100 // max(longest, 1))))
+    chosen = sorted({round(k * (len(time.labels) - 1) / (count - 1)) for k in range(count)})
+    axes.set_xticks(
+        [float(time.at[k]) for k in chosen], [_short(time.labels[k], 24) for k in chosen]
+    )

@@ -1,0 +1,168 @@
+"""What a filter found, as rows of a table and as a summary of its modes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.filtering.files import Names, Series
+from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.smoothing import Smoothed
+
+__all__ = ["Episode", "ModeSummary", "Table", "summarize", "table", "whole_file"]
+
+
+class Table(NamedTuple):
+    """Names of columns, and rows of as many cells."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write a CSV file, whole or not at all."""
+        text = io.StringIO()
+        out = csv.writer(text, lineterminator="\n")
+        out.writerow(self.header)
+        out.writerows(self.rows)
+        with whole_file(path) as part:
+            part.write_text(text.getvalue(), encoding="utf-8")
+        return Path(path)
+
+
+class Episode(NamedTuple):
+    """Steps in a row, from the first to the last (counted from 0), with one most probable mode."""
+
+    first: int
+    last: int
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return self.last - self.first + 1
+
+
+class ModeSummary(NamedTuple):
+    """A mode: its share of time, 1 / (1 - p_ii) steps, and its episodes, longest first.
+
+    The duration is None where the transition changes with time.
+    """
+
+    name: str
+    share: float
+    duration: float | None
+    episodes: list[Episode]
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
+    """A file beside the target to write into, which then takes its place."""
+    target = Path(path)
+    part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
+    try:
+        yield part
+        os.replace(part, target)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}.") from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def deviations(covariance: Tensor) -> Tensor:
+    """Standard deviations."""
+    return covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
+
+
+def _texts(x: Tensor) -> list[list[str]]:
+    rows: list[list[float]] = x.reshape(len(x), -1).tolist()
+    return [[f"{v:.10g}" if math.isfinite(v) else "" for v in row] for row in rows]
+
+
+def table(
+    series: Series,
+    names: Names,
+    post: Posterior,
+    smoothed: Smoothed | None = None,
+    forecast: Posterior | None = None,
+) -> Table:
+    """One row for each step that was filtered, then one for each that is a forecast.
+
+    Args:
+        series: that was filtered, or more of it.
+        names: of modes and states.
+        post: from `filter`, of one series.
+        smoothed: from `smooth`; without it, its columns are left out.
+        forecast: from `forecast`; with it, a column tells which rows it made.
+    """
+    seen = [[repr(v) if v == v else "" for v in row] for row in series.values.tolist()]
+    columns = ["step", "label", *(["forecast"] if forecast else [])]
+    taken = {*columns, "log_likelihood"}
+    columns += [f"observed {x}" if x in taken else x for x in series.names]
+    kinds = ["filtered", *(["smoothed"] if smoothed else [])]
+    columns += [f"P({m} | so far)" for m in names.modes]
+    columns += [f"P({m} | all)" for m in names.modes if smoothed]
+    columns += [f"{s} {kind} {w}" for kind in kinds for s in names.states for w in ("mean", "sd")]
+    columns += [f"{x} predicted {w}" for x in series.names for w in ("mean", "sd")]
+    columns.append("log_likelihood")
+    rows = _rows(post, smoothed)
+    flag = ["0"] if forecast else []
+    labels = series.labels or [str(t + 1) for t in range(len(seen))]
+    out = [
+        [str(t + 1), labels[t], *flag, *seen[t], *row, *each]
+        for t, (row, each) in enumerate(zip(rows, _texts(post.step_log_likelihood), strict=True))
+    ]
+    if forecast is not None:
+        blank = [""] * len(series.names)
+        # Past the last observation, what is known so far is all that is known.
+        more = _rows(forecast, forecast if smoothed else None)
+        out += [
+            [str(post.steps + h + 1), f"+{h + 1}", "1", *blank, *row, ""]
+            for h, row in enumerate(more)
+        ]
+    return Table(columns, out)
+
+
+def _rows(post: Posterior, later: Posterior | Smoothed | None) -> list[list[str]]:
+    """Modes, states and predicted observations of all steps."""
+    known: list[Any] = [post, *([later] if later is not None else [])]
+    parts = [x.mode_probabilities for x in known]
+    parts += [torch.stack([x.mean, deviations(x.covariance)], -1).flatten(1) for x in known]
+    spread = deviations(post.observation_covariance)
+    parts.append(torch.stack([post.observation_mean, spread], -1).flatten(1))
+    return _texts(torch.cat([x.detach() for x in parts], -1))
+
+
+def episodes(probabilities: Tensor) -> list[list[Episode]]:
+    """For each mode, the stretches where it is the most probable, in the order of time."""
+    found: list[list[Episode]] = [[] for _ in range(probabilities.shape[-1])]
+    chosen: list[int] = probabilities.argmax(-1).tolist()
+    first = 0
+    for t, mode in enumerate(chosen):
+        if t + 1 == len(chosen) or chosen[t + 1] != mode:
+            found[mode].append(Episode(first, t))
+            first = t + 1
+    return found
+
+
+def summarize(model: Any, names: Sequence[str], smoothed: Smoothed) -> list[ModeSummary]:
+    """Each mode's share of time, expected duration and episodes, given all observations."""
+    shares: list[float] = smoothed.mode_probabilities.mean(0).tolist()
+    transition = model.transition
+    durations: list[float | None] = [None] * len(names)
+    if transition.ndim == 2:
+        durations = [1 / (1 - p) if p < 1 else math.inf for p in transition.diagonal().tolist()]
+    each = zip(names, shares, durations, episodes(smoothed.mode_probabilities), strict=True)
+    return [
+        ModeSummary(name, share, duration, sorted(found, key=lambda e: -e.steps))
+        for name, share, duration, found in each
+    ]
