@@ -95,11 +95,20 @@ class GaussianBank:
                 "for: give parameters for all steps."
             )
 
-        def over_time(name: str, event: int) -> _OverTime:
-            x = model.steps_of(name).to(kind)
+        def steps(name: str, event: int) -> Tensor | None:
+            """A parameter over the steps of this bank."""
+            x = model.steps_of(name)
+            if x is None:
+                return None
             varies = x.ndim > event + 1 and x.shape[-event - 2] > 1
-            return _OverTime(x.narrow(-event - 2, first, last - first) if varies else x, event)
+            return (x.narrow(-event - 2, first, last - first) if varies else x).to(kind)
 
+        def over_time(name: str, event: int) -> _OverTime:
+            x = steps(name, event)
+            assert x is not None
+            return _OverTime(x, event)
+
+        self._steps = steps
         self._log_transition = over_time("transition", 1).map(log_probability)
         self._parts = {
             "dynamics": self._affine("dynamics", over_time),
@@ -118,14 +127,13 @@ class GaussianBank:
     def _affine(self, which: str, over_time: Any) -> tuple[_OverTime, _OverTime, _OverTime]:
         model, kind = self.model, self.observations.dtype
         matrix, noise = over_time(which, 2), over_time(f"{which}_noise", 2)
-        bias = model.steps_of(f"{which}_bias")
+        bias = self._steps(f"{which}_bias", 1)
         size = model.state_dimension if which == "dynamics" else model.observation_dimension
         if bias is None:
             bias = torch.zeros(model.modes, size, dtype=kind, device=model.device)
-        bias = bias.to(kind)
-        effect = model.steps_of(f"{which}_input")
+        effect = self._steps(f"{which}_input", 2)
         if effect is not None and self.inputs is not None:
-            bias = bias + (effect.to(kind) @ self.inputs[..., None, :, None])[..., 0]
+            bias = bias + (effect @ self.inputs[..., None, :, None])[..., 0]
         return matrix, _OverTime(bias, 1), noise
 
     def affine(self, which: str, t: int | None) -> Affine:

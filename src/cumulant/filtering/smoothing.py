@@ -161,12 +161,11 @@ def _same(first: Any, second: Any) -> bool:
 def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
     """From the last step to the first: the smoothed pairs (t, t + 1) and the belief at t."""
     belief = post.beliefs[-1]
+    last = _last_seen(post)
     for t, gains in _prepared(post):
-        if t == post.steps - 1 and not post.scheme.mixes:
-            # Before its last collapse, the filter knows each pair by itself.
-            belief = Belief(gains.log_weights, (gains.after_mean, gains.after_covariance))
-            gains = gains._replace(log_conditional=torch.zeros_like(gains.log_weights))
         pair = _pair(gains, belief)
+        if not post.scheme.mixes and t in last:
+            pair = _ended(gains, pair, last[t])
         lead, shape = pair.log_weights.ndim - 2, post.beliefs[t].log_weights.shape[-2:]
         across = tuple(x.transpose(lead, lead + 1) for x in pair.before)
         mean, covariance = moments.collapse(pair.log_weights.mT, *across)
@@ -178,6 +177,38 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
             ),
         )
         yield pair, belief
+
+
+def _last_seen(post: Posterior) -> dict[int, Tensor]:
+    """The last steps that show anything, and which series ``(*batch,)`` end there."""
+    batch = post.beliefs[-1].log_weights.shape[:-2]
+    at = torch.full(batch, post.steps - 1)
+    if post.bank.seen is not None:
+        shown = post.bank.seen.any(-1)[..., 0, 0].to("cpu", torch.long)
+        at = (shown * torch.arange(1, post.steps + 1)).amax(-1).expand(batch) - 1
+    return {int(t): at == t for t in at.unique()}
+
+
+def _ended(gains: _Gains, pair: Pair, ends: Tensor) -> Pair:
+    """Where nothing is seen later, the filter knows each pair by itself, before it collapses."""
+    after = gains.after_mean, gains.after_covariance
+    own = _pair(
+        gains._replace(log_conditional=torch.zeros_like(gains.log_weights)),
+        Belief(gains.log_weights, after),
+    )
+    if bool(ends.all()):
+        return own
+    ends = ends.to(gains.mean.device)
+
+    def choose(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(ends.reshape(*ends.shape, *(1,) * (x.ndim - ends.ndim)), x, y)
+
+    return Pair(
+        choose(own.log_weights, pair.log_weights),
+        (choose(own.before[0], pair.before[0]), choose(own.before[1], pair.before[1])),
+        (choose(own.after[0], pair.after[0]), choose(own.after[1], pair.after[1])),
+        choose(own.cross, pair.cross),
+    )
 
 
 def _pair(gains: _Gains, later: Belief) -> Pair:

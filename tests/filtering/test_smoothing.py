@@ -1,0 +1,193 @@
+"""Smoothers, forecasts and samples against enumeration and against what was drawn."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from switching import exact, model, parameters
+
+import cumulant as cm
+from cumulant.filtering import smoothing
+from cumulant.filtering.recursion import branch
+
+F = cm.filtering
+
+
+def close(a, b, tol=1e-9):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tol, atol=tol)
+
+
+def series(T, p=1, seed=0):
+    g = torch.Generator().manual_seed(200 + seed)
+    return 2 * torch.randn(T, p, generator=g, dtype=torch.float64)
+
+
+def agrees(smoothed, truth, tol=1e-8):
+    close(smoothed.mode_probabilities, truth["modes"][1:], tol)
+    close(smoothed.transition_probabilities, truth["pairs"], tol)
+    close(smoothed.mean, truth["mean"][1:], tol)
+    close(smoothed.covariance, truth["covariance"][1:], tol)
+    close(smoothed.mode_means, truth["mode_means"][1:], tol)
+    close(smoothed.mode_covariances, truth["mode_covariances"][1:], tol)
+    close(smoothed.initial_mode_probabilities, truth["modes"][0], tol)
+    close(smoothed.initial_mean, truth["mean"][0], tol)
+    close(smoothed.initial_covariance, truth["covariance"][0], tol)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("k", "T"), [(2, 2), (3, 3), (4, 4), ("exact", 5)])
+def test_exact_where_the_filter_has_not_collapsed(k, T, seed):
+    given = parameters(2, 2, 1, seed)
+    y = series(T, seed=seed)
+    y[0] = torch.nan if T > 2 else y[0]
+    m = F.SwitchingLinearGaussian(**given)
+    agrees(F.smooth(m, F.filter(m, y, collapse=k)), exact(given, y))
+
+
+@pytest.mark.parametrize("collapse", ["gpb1", "imm", "gpb2", 3])
+def test_one_mode_is_rauch_tung_striebel(collapse):
+    given = parameters(1, 3, 2, 3)
+    y = series(6, 2, 3)
+    y[2, 0] = y[4] = torch.nan
+    m = F.SwitchingLinearGaussian(**given)
+    agrees(F.smooth(m, F.filter(m, y, collapse=collapse)), exact(given, y))
+
+
+@pytest.mark.parametrize("collapse", ["gpb1", "imm", "gpb2"])
+def test_exact_without_a_state(collapse):
+    given = parameters(3, 0, 2, 4)
+    y = series(5, 2, 4)
+    m = F.SwitchingLinearGaussian(**given)
+    post = F.filter(m, y, collapse=collapse)
+    truth = exact(given, y)
+    close(post.log_likelihood, truth["log_likelihood"])
+    close(F.smooth(m, post).mode_probabilities, truth["modes"][1:])
+    close(F.smooth(m, post).transition_probabilities, truth["pairs"])
+
+
+def kim(bank, belief, kept):
+    """Kim's own weights of the past, without the next observation."""
+    found = _gains(bank, belief, kept)
+    joint = branch(bank, belief, None).log_weights.unflatten(-2, (-1, kept))
+    return found._replace(
+        log_conditional=(joint - joint.logsumexp(-3, keepdim=True)).flatten(-3, -2)
+    )
+
+
+_gains = smoothing._gains
+
+
+def test_closer_to_the_truth_than_the_filter_and_than_kim(monkeypatch):
+    off = {"ours": [], "kim": [], "filter": []}
+    for seed in range(12):
+        m, y = model(2, 2, 1, seed), series(7, seed=seed)
+        truth = F.smooth(m, F.filter(m, y, collapse="exact"))
+        post = F.filter(m, y)
+        monkeypatch.setattr(smoothing, "_gains", _gains)
+        found = {"ours": F.smooth(m, post), "filter": post}
+        monkeypatch.setattr(smoothing, "_gains", kim)
+        found["kim"] = F.smooth(m, post)
+        for name, x in found.items():
+            off[name].append(
+                [
+                    float((x.mean - truth.mean).abs().mean()),
+                    float((x.mode_probabilities - truth.mode_probabilities).abs().mean()),
+                ]
+            )
+    mean = {name: np.mean(x, 0) for name, x in off.items()}
+    assert (mean["ours"] < 0.75 * mean["kim"]).all()
+    assert (mean["kim"] < mean["filter"]).all()
+
+
+def test_batches_and_lengths():
+    m = model(2, 2, 1, 5)
+    y = torch.stack([series(6, seed=s) for s in range(4)])
+    lengths = torch.tensor([6, 3, 1, 5])
+    whole = F.smooth(m, F.filter(m, y, lengths=lengths))
+    for s, n in enumerate(lengths.tolist()):
+        alone = F.smooth(m, F.filter(m, y[s, :n]))
+        for name in ("mean", "covariance", "mode_probabilities"):
+            close(getattr(whole, name)[s, :n], getattr(alone, name))
+
+
+def test_chunks_do_not_matter(monkeypatch):
+    m, y = model(2, 2, 1, 6), series(9, seed=6)
+    whole = F.smooth(m, F.filter(m, y))
+    monkeypatch.setattr(smoothing, "MOST_NUMBERS", 40)
+    pieces = F.smooth(m, F.filter(m, y))
+    close(whole.mean, pieces.mean, 1e-12)
+    close(whole.transition_probabilities, pieces.transition_probabilities, 1e-12)
+
+
+def test_forecasts_are_those_of_the_full_mixture():
+    given = parameters(2, 2, 1, 7)
+    y = series(2, seed=7)
+    m = F.SwitchingLinearGaussian(**given)
+    blind = np.concatenate([y.numpy(), np.full((3, 1), np.nan)])
+    truth = exact(given, blind)
+    for collapse in ("gpb2", 3, "exact"):
+        ahead = F.forecast(F.filter(m, y, collapse=collapse), 3)
+        close(ahead.mode_probabilities, truth["modes"][3:])
+        close(ahead.mean, truth["mean"][3:])
+        close(ahead.covariance, truth["covariance"][3:])
+    C, d = given["emission"].numpy(), given["emission_bias"].numpy()
+    per_mode = np.einsum("jpn,tjn->tjp", C, truth["mode_means"][3:]) + d
+    close(ahead.observation_mean, np.einsum("tj,tjp->tp", truth["modes"][3:], per_mode))
+
+
+def test_forecasts_of_models_that_change_with_time():
+    given = parameters(2, 2, 1, 8, lead=(5,), inputs=1)
+    u = torch.randn(5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    m = F.SwitchingLinearGaussian(**given)
+    y = series(2, seed=8)
+    post = F.filter(m, y, collapse="exact", inputs=u[:2])
+    ahead = F.forecast(post, 3, inputs=u[2:])
+    blind = np.concatenate([y.numpy(), np.full((3, 1), np.nan)])
+    close(ahead.mean, exact(given, blind, u.numpy())["mean"][3:])
+    with pytest.raises(cm.InputError, match=r"change over 5 steps.*step 6"):
+        F.forecast(post, 4, inputs=torch.zeros(4, 1))
+
+
+def test_samples_follow_the_model():
+    given = parameters(2, 2, 1, 9)
+    m = F.SwitchingLinearGaussian(**given)
+    drawn = F.sample(m, 3, (20000,), seed=0)
+    # What enumeration expects without data: all but a useless element missing.
+    truth = exact(given, np.full((3, 1), np.nan))
+    count = 20000
+    share = torch.nn.functional.one_hot(drawn.modes, 2).double().mean(0)
+    assert (share - torch.tensor(truth["modes"][1:])).abs().max() < 4 * 0.5 / count**0.5
+    pairs = torch.stack([drawn.modes[:, :-1], drawn.modes[:, 1:]], -1).reshape(-1, 2, 2)
+    both = ((pairs == 1).all(-1)).double().mean(0)
+    assert (both - torch.tensor(truth["pairs"][1:, 1, 1])).abs().max() < 2 / count**0.5
+    error = np.sqrt(truth["covariance"][1:].diagonal(axis1=1, axis2=2) / count)
+    assert (np.abs(drawn.states.mean(0).numpy() - truth["mean"][1:]) < 4.5 * error).all()
+    spread = np.stack([np.cov(drawn.states[:, t].T.numpy()) for t in range(3)])
+    assert np.allclose(spread, truth["covariance"][1:], rtol=0.15, atol=0.15)
+    assert torch.equal(F.sample(m, 3, (4,), seed=1).states, F.sample(m, 3, (4,), seed=1).states)
+    assert F.sample(m, 3).observations.shape == (3, 1)
+
+
+def test_simulation_based_calibration():
+    """Where states and modes are drawn from the model, their posterior quantiles are uniform."""
+    m = model(2, 1, 1, 10)
+    count = 3000
+    drawn = F.sample(m, 4, (count,), seed=3)
+    post = F.filter(m, drawn.observations, collapse="exact")
+    weights, (means, covariances) = post.beliefs[-1]
+    away = (drawn.states[:, -1, None, None, :] - means) / covariances[..., 0].sqrt()
+    quantile = (weights.exp()[..., None] * torch.special.ndtr(away)).sum((1, 2, 3))
+    assert stats.kstest(quantile.numpy(), "uniform").pvalue > 1e-3
+    smoothed = F.smooth(m, post)
+    for probabilities, t in ((post.mode_probabilities, 3), (smoothed.mode_probabilities, 0)):
+        p = probabilities[:, t, 1]
+        surprise = ((drawn.modes[:, t] == 1).double() - p) / (p * (1 - p)).clamp_min(1e-12).sqrt()
+        for weight in (torch.ones_like(p), p - p.mean()):
+            score = (surprise * weight).sum() / weight.square().sum().sqrt()
+            assert abs(float(score)) < 4
+    # GPB2 is an approximation that keeps its promises nearly as well.
+    long = F.sample(m, 30, (400,), seed=4)
+    post = F.filter(m, long.observations)
+    for x, truth in ((post, long.states), (F.smooth(m, post), long.states)):
+        inside = ((x.mean - truth).abs() <= 1.645 * x.covariance[..., 0].sqrt()).double().mean()
+        assert 0.87 < float(inside) < 0.93
