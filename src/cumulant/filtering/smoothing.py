@@ -164,8 +164,9 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
     last = _last_seen(post)
     for t, gains in _prepared(post):
         pair = _pair(gains, belief)
-        if not post.scheme.mixes and t in last:
-            pair = _ended(gains, pair, last[t])
+        ends = last < t if post.scheme.mixes else last <= t
+        if bool(ends.any()):
+            pair = _ended(gains, pair, ends)
         lead, shape = pair.log_weights.ndim - 2, post.beliefs[t].log_weights.shape[-2:]
         across = tuple(x.transpose(lead, lead + 1) for x in pair.before)
         mean, covariance = moments.collapse(pair.log_weights.mT, *across)
@@ -179,14 +180,14 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
         yield pair, belief
 
 
-def _last_seen(post: Posterior) -> dict[int, Tensor]:
-    """The last steps that show anything, and which series ``(*batch,)`` end there."""
+def _last_seen(post: Posterior) -> Tensor:
+    """The last step of each series that shows anything, ``(*batch,)``."""
     batch = post.beliefs[-1].log_weights.shape[:-2]
     at = torch.full(batch, post.steps - 1)
     if post.bank.seen is not None:
         shown = post.bank.seen.any(-1)[..., 0, 0].to("cpu", torch.long)
         at = (shown * torch.arange(1, post.steps + 1)).amax(-1).expand(batch) - 1
-    return {int(t): at == t for t in at.unique()}
+    return at
 
 
 def _ended(gains: _Gains, pair: Pair, ends: Tensor) -> Pair:

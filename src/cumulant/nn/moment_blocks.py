@@ -73,25 +73,22 @@ class Heads:
         query, key = (x[..., heads, :, :] for x in (self.query, self.key))
         return self._attend(query, key, values, self._mask_of(heads))
 
-    def read_together(self, h: int, g: int, values: Tensor) -> Tensor:
-        """sum_i p^h(i) p^g(i) values_i, ``(*b, heads, M, any)``, for g and as many heads after it
-        as there are values.
+    def read_together(self, first: slice, second: slice, values: Tensor) -> Tensor:
+        """sum_i p^h(i) p^g(i) values_i, ``(*b, heads, M, any)``, for pairs of heads h and g.
 
         The product of two softmax weights is one again, of the summed scores: p^h p^g =
         softmax(s^h + s^g) exp(G_(h+g) - G_h - G_g). So this is attention with the queries and keys
         of both heads side by side, times a number for each query.
         """
-        one, others = slice(h, h + 1), slice(g, g + values.shape[-3])
         query, key = (
-            torch.cat(torch.broadcast_tensors(x[..., one, :, :], x[..., others, :, :]), -1)
+            torch.cat(torch.broadcast_tensors(x[..., first, :, :], x[..., second, :, :]), -1)
             for x in (self.query, self.key)
         )
-        mask = self._mask_of(others)
-        if mask is not None:
-            beside = self._mask_of(one)
+        mask, beside = self._mask_of(first), self._mask_of(second)
+        if mask is not None and beside is not None:
             mask = mask & beside if mask.dtype == torch.bool else mask + beside
         a, G = self._attend(query, key, values, mask), self.log_normalizer
-        exponent = a.log_normalizer - G[..., one, :] - G[..., others, :]
+        exponent = a.log_normalizer - G[..., first, :] - G[..., second, :]
         # Queries without a common key: G is -inf, and the sum is empty.
         log_share = torch.where(a.log_normalizer > -math.inf, exponent, -math.inf)
         return log_share.exp()[..., None] * a.mean
@@ -222,8 +219,7 @@ def _averaged_variance(heads: Heads, carried: Tensor | None) -> Tensor | None:
     """sum_i p_i^2 carried_i, ``(*b, H, M, d)``."""
     if carried is None:
         return None
-    rows = [heads.read_together(h, h, carried[..., h : h + 1, :, :]) for h in range(heads.count)]
-    return torch.cat(rows, -3)
+    return heads.read_together(slice(None), slice(None), carried)
 
 
 def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
@@ -247,7 +243,9 @@ def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
             table[h] += [heads.query.new_zeros(shape)] * (count - g)
         elif g < count:
             values = carried[..., g - h :, :, :, :].flatten(-2)
-            read = heads.read_together(h, g, values).unflatten(-1, (size, size))
+            read = heads.read_together(slice(h, h + 1), slice(g, None), values).unflatten(
+                -1, (size, size)
+            )
             table[h] += read.unbind(-4)
         for g in range(h + 1, count):
             table[g].append(table[h][g].mT)

@@ -1,16 +1,23 @@
-"""`MomentAttention`: attention that carries mean and covariance of every token (THEORY T27, T28)."""
+"""`MomentAttention`: attention that carries mean and covariance of every token (THEORY T28)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, real, require, whole
+from cumulant.measures.checks import HALF, real, whole
 from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
+from cumulant.nn.moment_checks import (
+    check_covariance,
+    check_mean,
+    checked_rank,
+    joined_mask,
+    one_of,
+)
 
 __all__ = ["MomentAttention", "TokenMoments"]
 
@@ -39,9 +46,9 @@ class TokenMoments(NamedTuple):
 class MomentAttention(nn.Module):
     """Multi-head self-attention that carries the covariance of every token along with its mean.
 
-    Tokens are independent random vectors with means H_i and covariances S_i. The weights p(i|j) come
-    from the means and are held fixed; the mean of the output is ordinary attention. With the value
-    map of a head, m_i = W H_i + b, and m the mean of m_i under p(.|j), query j has (T28)
+    Tokens are independent random vectors with means H_i and covariances S_i. The weights p(i|j)
+    come from the means and are held fixed; the mean of the output is ordinary attention. With a
+    head's value map, m_i = W H_i + b, and m the mean of m_i under p(.|j), query j has (T28)
 
         mixture    sum_i p_i (W S_i W' + (m_i - m)(m_i - m)') + Q        p_i = p(i|j)
         average    sum_i p_i^2 W S_i W' + Q
@@ -99,9 +106,9 @@ class MomentAttention(nn.Module):
                 f"{me}: embed_dim must be a multiple of num_heads, but {embed_dim} is not one of "
                 f"{num_heads}; pad the features or take another number of heads."
             )
-        self.covariance = _one_of("covariance", covariance, ("dense", "diagonal", "low_rank"))
-        self.reading = _one_of("reading", reading, ("mixture", "average"))
-        self.rank = _checked_rank(rank, self.covariance, self.embed_dim)
+        self.covariance = one_of("covariance", covariance, ("dense", "diagonal", "low_rank"))
+        self.reading = one_of("reading", reading, ("mixture", "average"))
+        self.rank = checked_rank(rank, self.covariance, self.embed_dim)
         self.noise = real(me, "noise", 0.0 if noise is None else noise, least=0.0)
         if learn_noise and noise is not None and self.noise == 0.0:
             raise InputError(
@@ -179,7 +186,8 @@ class MomentAttention(nn.Module):
 
     def extra_repr(self) -> str:
         rank = "" if self.rank is None else f", rank={self.rank}"
-        return f"num_heads={self.num_heads}, covariance={self.covariance!r}{rank}, reading={self.reading!r}"
+        form = f"covariance={self.covariance!r}{rank}, reading={self.reading!r}"
+        return f"{self.embed_dim}, {self.num_heads}, {form}"
 
     def forward(
         self,
@@ -213,10 +221,10 @@ class MomentAttention(nn.Module):
         Raises:
             InputError: shapes that do not fit, NaN, what cannot be a covariance.
         """
-        _check_mean(mean, self.project_value.weight)
+        check_mean(mean, self.project_value.weight)
         if covariance is not None:
-            _check_covariance(self.covariance, covariance, mean)
-        mask = _joined_mask(attn_mask, key_padding_mask, mean, self.num_heads)
+            check_covariance(self.covariance, covariance, mean)
+        mask = joined_mask(attn_mask, key_padding_mask, mean, self.num_heads)
         query, key, value = (self._split(layer(mean)) for layer in self._maps()[:3])
         kind = query.dtype
         with torch.autocast(mean.device.type, enabled=False):
@@ -251,156 +259,3 @@ class MomentAttention(nn.Module):
         if self.log_noise is not None:
             noise = self.log_noise.to(dtype).exp()
         return Maps(inward, outward, noise, self.reading == "mixture")
-
-
-def _one_of(name: str, given: Any, names: tuple[str, ...]) -> str:
-    if given not in names:
-        told = ", ".join(repr(x) for x in names)
-        raise InputError(f"MomentAttention: {name} must be one of {told}, not {given!r:.40}.")
-    return given
-
-
-def _checked_rank(rank: Any, form: str, size: int) -> int | None:
-    if form != "low_rank":
-        if rank is not None:
-            raise InputError(
-                f"MomentAttention: rank belongs to covariance='low_rank', not to {form!r}; leave "
-                "it out or change the form."
-            )
-        return None
-    if rank is None:
-        raise InputError(
-            f"MomentAttention: covariance='low_rank' needs rank, the columns of a factor, from 1 "
-            f"to embed_dim = {size}."
-        )
-    if whole("MomentAttention", "rank", rank, 1) > size:
-        raise InputError(
-            f"MomentAttention: rank must be at most embed_dim = {size}, not {rank}; "
-            "covariance='dense' keeps all."
-        )
-    return int(rank)
-
-
-def _check_mean(mean: Any, weight: Tensor) -> None:
-    size = weight.shape[-1]
-    if not isinstance(mean, Tensor) or mean.ndim < 2 or mean.shape[-1] != size:
-        came = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
-        raise InputError(
-            f"MomentAttention: mean must be a tensor (*batch, N, {size}), not {came}. One token "
-            "goes in as x[None]."
-        )
-    free = torch.is_autocast_enabled(mean.device.type) and mean.is_floating_point()
-    if mean.dtype != weight.dtype and not free:
-        raise InputError(
-            f"MomentAttention: mean has dtype {mean.dtype} and the layer {weight.dtype}; convert "
-            "one with .to(dtype)."
-        )
-    _check_finite("mean", mean)
-
-
-def _check_finite(name: str, x: Tensor) -> None:
-    require(
-        x.detach().isfinite(),
-        lambda: (
-            f"MomentAttention: {name} must be finite, but holds "
-            f"{'NaN' if bool(x.isnan().any()) else 'an infinity'}; replace what is missing by 0 "
-            "and leave those tokens out with key_padding_mask."
-        ),
-    )
-
-
-def _check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
-    """Shape, sign, symmetry and correlations; no eigenvalues, which would cost more than the rest."""
-    more = {"diagonal": (), "dense": (mean.shape[-1],), "low_rank": ("any",)}[form]
-    shape = tuple(covariance.shape) if isinstance(covariance, Tensor) else ()
-    fits = shape == (*mean.shape, *(shape[-1:] if form == "low_rank" else more))
-    if not fits or not covariance.is_floating_point() or covariance.device != mean.device:
-        came = type(covariance).__name__
-        if isinstance(covariance, Tensor):
-            came = f"{shape} {covariance.dtype} on {covariance.device}"
-        told = ", ".join(str(x) for x in (*mean.shape, *more))
-        raise InputError(
-            f"MomentAttention: a covariance in the {form} form must be a floating-point tensor "
-            f"({told}) beside that mean on {mean.device}, but is {came}."
-        )
-    _check_finite("covariance", covariance)
-    if form == "low_rank":
-        return
-    given = covariance.detach()
-    variance = given if form == "diagonal" else given.diagonal(dim1=-2, dim2=-1)
-    require(
-        variance >= 0,
-        lambda: (
-            f"MomentAttention: variances must not be negative; the smallest is "
-            f"{float(variance.min()):.3g}. Log-variances go in as x.exp()."
-        ),
-    )
-    if form == "diagonal" or not given.numel():
-        return
-    given = given.to(torch.promote_types(given.dtype, torch.float32))
-    tolerance = min(1e3 * torch.finfo(covariance.dtype).eps, 0.02)
-    size = given.abs().amax((-2, -1), keepdim=True)
-    require(
-        (given - given.mT).abs() <= tolerance * size,
-        lambda: (
-            f"MomentAttention: a covariance must be symmetric; entries differ from their "
-            f"transposes by up to {float((given - given.mT).abs().max()):.3g}. Use (x + x.mT) / 2 "
-            "if that is rounding."
-        ),
-    )
-    deviation = given.diagonal(dim1=-2, dim2=-1).sqrt()
-    require(
-        given.abs() <= deviation[..., :, None] * deviation[..., None, :] + tolerance * size,
-        lambda: (
-            "MomentAttention: a covariance must be positive semi-definite, but one here has a "
-            "correlation beyond 1; A @ A.mT is always one."
-        ),
-    )
-
-
-def _joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tensor | None:
-    """One mask with at least three dimensions, True or finite where a token may be seen."""
-    *batch, n, _ = mean.shape
-    mask = None
-    if attn_mask is not None:
-        grid, fits = (*batch, heads, n, n), False
-        if isinstance(attn_mask, Tensor) and attn_mask.device == mean.device:
-            fits = attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
-            try:
-                fits = fits and torch.broadcast_shapes(attn_mask.shape, grid) == torch.Size(grid)
-            except RuntimeError:
-                fits = False
-        if not fits:
-            came = type(attn_mask).__name__
-            if isinstance(attn_mask, Tensor):
-                came = f"{tuple(attn_mask.shape)} {attn_mask.dtype} on {attn_mask.device}"
-            raise InputError(
-                f"MomentAttention: attn_mask must be boolean (True = may attend) or added, and "
-                f"broadcast to (*batch, heads, N, N) = {grid}, but is {came}; one for each example "
-                "goes in as mask[:, None], padding as key_padding_mask."
-            )
-        mask = attn_mask[(None,) * (3 - attn_mask.ndim)]
-        if mask.is_floating_point():
-            mask = _lowered(mask)
-    if padding is not None:
-        shape = tuple(padding.shape) if isinstance(padding, Tensor) else None
-        if shape != (*batch, n) or padding.dtype != torch.bool or padding.device != mean.device:
-            came = f"{shape} {padding.dtype}" if shape is not None else type(padding).__name__
-            raise InputError(
-                f"MomentAttention: key_padding_mask must be boolean {(*batch, n)}, True at padding, "
-                f"on {mean.device}, but is {came}."
-            )
-        hidden = padding[..., None, None, :]
-        if mask is None:
-            return ~hidden
-        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
-    return mask
-
-
-def _lowered(mask: Tensor) -> Tensor:
-    """Take each query's largest entry off, so that masks of two heads can be added."""
-    require(~mask.detach().isnan(), lambda: "MomentAttention: attn_mask holds NaN.")
-    if not mask.shape[-1]:
-        return mask
-    top = mask.detach().amax(-1, keepdim=True)
-    return mask - torch.where(top.isfinite(), top, 0.0)

@@ -1,0 +1,170 @@
+"""What `MomentAttention` takes: options, means, covariances and masks, checked once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.errors import InputError
+from cumulant.measures.checks import require, whole
+
+__all__ = ["check_covariance", "check_mean", "checked_rank", "joined_mask", "one_of"]
+
+
+def one_of(name: str, given: Any, names: tuple[str, ...]) -> str:
+    """A name that is one of these."""
+    if given not in names:
+        told = ", ".join(repr(x) for x in names)
+        raise InputError(f"MomentAttention: {name} must be one of {told}, not {given!r:.40}.")
+    return given
+
+
+def checked_rank(rank: Any, form: str, size: int) -> int | None:
+    """The rank of the low-rank form, None in the others."""
+    if form != "low_rank":
+        if rank is not None:
+            raise InputError(
+                f"MomentAttention: rank belongs to covariance='low_rank', not to {form!r}; leave "
+                "it out or change the form."
+            )
+        return None
+    if rank is None:
+        raise InputError(
+            f"MomentAttention: covariance='low_rank' needs rank, the columns of a factor, from 1 "
+            f"to embed_dim = {size}."
+        )
+    if whole("MomentAttention", "rank", rank, 1) > size:
+        raise InputError(
+            f"MomentAttention: rank must be at most embed_dim = {size}, not {rank}; "
+            "covariance='dense' keeps all."
+        )
+    return int(rank)
+
+
+def check_mean(mean: Any, weight: Tensor) -> None:
+    """Shape, precision and finite numbers."""
+    size = weight.shape[-1]
+    if not isinstance(mean, Tensor) or mean.ndim < 2 or mean.shape[-1] != size:
+        came = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
+        raise InputError(
+            f"MomentAttention: mean must be a tensor (*batch, N, {size}), not {came}. One token "
+            "goes in as x[None]."
+        )
+    free = torch.is_autocast_enabled(mean.device.type) and mean.is_floating_point()
+    if mean.dtype != weight.dtype and not free:
+        raise InputError(
+            f"MomentAttention: mean has dtype {mean.dtype} and the layer {weight.dtype}; convert "
+            "one with .to(dtype)."
+        )
+    _check_finite("mean", mean)
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    require(
+        x.detach().isfinite(),
+        lambda: (
+            f"MomentAttention: {name} must be finite, but holds "
+            f"{'NaN' if bool(x.isnan().any()) else 'an infinity'}; replace what is missing by 0 "
+            "and leave those tokens out with key_padding_mask."
+        ),
+    )
+
+
+def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
+    """Shape, sign, symmetry and correlations; eigenvalues would cost more than all the rest."""
+    more = {"diagonal": (), "dense": (mean.shape[-1],), "low_rank": ("any",)}[form]
+    shape = tuple(covariance.shape) if isinstance(covariance, Tensor) else ()
+    fits = shape == (*mean.shape, *(shape[-1:] if form == "low_rank" else more))
+    if not fits or not covariance.is_floating_point() or covariance.device != mean.device:
+        came = type(covariance).__name__
+        if isinstance(covariance, Tensor):
+            came = f"{shape} {covariance.dtype} on {covariance.device}"
+        told = ", ".join(str(x) for x in (*mean.shape, *more))
+        raise InputError(
+            f"MomentAttention: a covariance in the {form} form must be a floating-point tensor "
+            f"({told}) beside that mean on {mean.device}, but is {came}."
+        )
+    _check_finite("covariance", covariance)
+    if form == "low_rank":
+        return
+    given = covariance.detach()
+    variance = given if form == "diagonal" else given.diagonal(dim1=-2, dim2=-1)
+    require(
+        variance >= 0,
+        lambda: (
+            f"MomentAttention: variances must not be negative; the smallest is "
+            f"{float(variance.min()):.3g}. Log-variances go in as x.exp()."
+        ),
+    )
+    if form == "diagonal" or not given.numel():
+        return
+    given = given.to(torch.promote_types(given.dtype, torch.float32))
+    tolerance = min(1e3 * torch.finfo(covariance.dtype).eps, 0.02)
+    size = given.abs().amax((-2, -1), keepdim=True)
+    require(
+        (given - given.mT).abs() <= tolerance * size,
+        lambda: (
+            f"MomentAttention: a covariance must be symmetric; entries differ from their "
+            f"transposes by up to {float((given - given.mT).abs().max()):.3g}. Use (x + x.mT) / 2 "
+            "if that is rounding."
+        ),
+    )
+    deviation = given.diagonal(dim1=-2, dim2=-1).sqrt()
+    require(
+        given.abs() <= deviation[..., :, None] * deviation[..., None, :] + tolerance * size,
+        lambda: (
+            "MomentAttention: a covariance must be positive semi-definite, but one here has a "
+            "correlation beyond 1; A @ A.mT is always one."
+        ),
+    )
+
+
+def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tensor | None:
+    """One mask with at least three dimensions, True or finite where a token may be seen."""
+    *batch, n, _ = mean.shape
+    mask = None
+    if attn_mask is not None:
+        grid, fits = (*batch, heads, n, n), False
+        if isinstance(attn_mask, Tensor) and attn_mask.device == mean.device:
+            fits = attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
+            try:
+                fits = fits and torch.broadcast_shapes(attn_mask.shape, grid) == torch.Size(grid)
+            except RuntimeError:
+                fits = False
+        if not fits:
+            came = type(attn_mask).__name__
+            if isinstance(attn_mask, Tensor):
+                came = f"{tuple(attn_mask.shape)} {attn_mask.dtype} on {attn_mask.device}"
+            raise InputError(
+                f"MomentAttention: attn_mask must be boolean (True = may attend) or added, and "
+                f"broadcast to (*batch, heads, N, N) = {grid}, but is {came}; one for each example "
+                "goes in as mask[:, None], padding as key_padding_mask."
+            )
+        mask = attn_mask[(None,) * (3 - attn_mask.ndim)]
+        if mask.is_floating_point():
+            mask = _lowered(mask)
+    if padding is not None:
+        shape = tuple(padding.shape) if isinstance(padding, Tensor) else None
+        if shape != (*batch, n) or padding.dtype != torch.bool or padding.device != mean.device:
+            came = f"{shape} {padding.dtype}" if shape is not None else type(padding).__name__
+            raise InputError(
+                f"MomentAttention: key_padding_mask must be boolean {(*batch, n)}, True at "
+                f"padding, on {mean.device}, but is {came}."
+            )
+        hidden = padding[..., None, None, :]
+        if mask is None:
+            return ~hidden
+        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
+    return mask
+
+
+def _lowered(mask: Tensor) -> Tensor:
+    """Take each query's largest entry off, so that masks of two heads can be added."""
+    require(~mask.detach().isnan(), lambda: "MomentAttention: attn_mask holds NaN.")
+    if not mask.shape[-1]:
+        return mask
+    top = mask.detach().amax(-1, keepdim=True)
+    return mask - torch.where(top.isfinite(), top, 0.0)
