@@ -25,25 +25,25 @@ def parameters(modes=2, n=2, p=1, seed=0, inputs=0, own_start=False, lead=()):
     def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    out = dict(
-        transition=(2 * normal(*lead, modes, modes)).softmax(-1),
-        initial=normal(modes).softmax(-1),
-        dynamics=0.7 * normal(*lead, modes, n, n),
-        dynamics_noise=covariance(*lead, modes, n, generator=g),
-        dynamics_bias=normal(*lead, modes, n),
-        emission=normal(*lead, modes, p, n),
-        emission_noise=covariance(*lead, modes, p, generator=g),
-        emission_bias=normal(*lead, modes, p),
-        initial_mean=normal(modes, n) if own_start else normal(n),
-        initial_covariance=covariance(modes, n, generator=g)
+    out = {
+        "transition": (2 * normal(*lead, modes, modes)).softmax(-1),
+        "initial": normal(modes).softmax(-1),
+        "dynamics": 0.7 * normal(*lead, modes, n, n),
+        "dynamics_noise": covariance(*lead, modes, n, generator=g),
+        "dynamics_bias": normal(*lead, modes, n),
+        "emission": normal(*lead, modes, p, n),
+        "emission_noise": covariance(*lead, modes, p, generator=g),
+        "emission_bias": normal(*lead, modes, p),
+        "initial_mean": normal(modes, n) if own_start else normal(n),
+        "initial_covariance": covariance(modes, n, generator=g)
         if own_start
         else covariance(n, generator=g),
-    )
+    }
     if inputs:
-        out |= dict(
-            dynamics_input=normal(*lead, modes, n, inputs),
-            emission_input=normal(*lead, modes, p, inputs),
-        )
+        out |= {
+            "dynamics_input": normal(*lead, modes, n, inputs),
+            "emission_input": normal(*lead, modes, p, inputs),
+        }
     return out
 
 
@@ -143,7 +143,7 @@ def exact(given, y, u=None):
         return mean, np.einsum("k,ktab->tab", weights, second)
 
     mean, spread = moments(w)
-    out = dict(log_likelihood=total, mean=mean, covariance=spread)
+    out = {"log_likelihood": total, "mean": mean, "covariance": spread}
     hot = np.eye(M)[paths]  # (K, T + 1, M)
     out["modes"] = np.einsum("k,ktm->tm", w, hot)
     out["pairs"] = np.einsum("k,kti,ktj->tij", w, hot[:, :-1], hot[:, 1:])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from switching import exact, model, parameters
 
 import cumulant as cm
+from switching import exact, model, parameters
 
 F = cm.filtering
 ALL = ["gpb1", "imm", "gpb2", 1, 2, 3, 4, "exact"]
@@ -266,13 +266,13 @@ def test_dimensions_that_differ_between_modes():
     """A level without and with a slope: in the mode without, the slope is dropped."""
     level, trend = torch.eye(2)[:, :1].double(), torch.eye(2).double()
     W = torch.tensor([[1.0, 1.0], [0.0, 1.0]]).double()
-    rest = dict(
-        transition=torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64),
-        initial=torch.tensor([0.5, 0.5]).double(),
-        emission_noise=torch.eye(1).double(),
-        initial_mean=torch.tensor([0.0, 0.4], dtype=torch.float64),
-        initial_covariance=torch.eye(2).double(),
-    )
+    rest = {
+        "transition": torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64),
+        "initial": torch.tensor([0.5, 0.5]).double(),
+        "emission_noise": torch.eye(1).double(),
+        "initial_mean": torch.tensor([0.0, 0.4], dtype=torch.float64),
+        "initial_covariance": torch.eye(2).double(),
+    }
     m = F.SwitchingLinearGaussian.embedded(
         [level, trend],
         dynamics=[0.9 * torch.eye(1, dtype=torch.float64), W],
@@ -306,7 +306,7 @@ def test_singular_noise_where_the_mathematics_allows_it():
     assert float(post.covariance[-1].diagonal().min()) > -1e-12
     still = dict(given, dynamics_noise=torch.zeros(2, 2, 2).double())
     still["initial_covariance"] = torch.zeros(2, 2).double()
-    with pytest.raises(cm.InputError, match="step 0 .* no density"):
+    with pytest.raises(cm.InputError, match=r"step 0 .* no density"):
         F.filter(F.SwitchingLinearGaussian(**still), y)
     certain = dict(still, emission_noise=parameters(2, 2, 1, 17)["emission_noise"])
     post = F.filter(F.SwitchingLinearGaussian(**certain), y, collapse="exact")
@@ -316,15 +316,15 @@ def test_singular_noise_where_the_mathematics_allows_it():
 def test_likelihoods_that_underflow():
     """e^-50000 apart, and still the right modes afterwards."""
     given = parameters(2, 1, 1, 18)
-    given |= dict(
-        transition=torch.tensor([[0.99, 0.01], [0.01, 0.99]]).double(),
-        dynamics=torch.zeros(2, 1, 1).double(),
-        dynamics_bias=torch.tensor([[0.0], [100.0]]).double(),
-        dynamics_noise=torch.full((2, 1, 1), 0.05).double(),
-        emission=torch.ones(2, 1, 1).double(),
-        emission_bias=torch.zeros(2, 1).double(),
-        emission_noise=torch.full((2, 1, 1), 0.05).double(),
-    )
+    given |= {
+        "transition": torch.tensor([[0.99, 0.01], [0.01, 0.99]]).double(),
+        "dynamics": torch.zeros(2, 1, 1).double(),
+        "dynamics_bias": torch.tensor([[0.0], [100.0]]).double(),
+        "dynamics_noise": torch.full((2, 1, 1), 0.05).double(),
+        "emission": torch.ones(2, 1, 1).double(),
+        "emission_bias": torch.zeros(2, 1).double(),
+        "emission_noise": torch.full((2, 1, 1), 0.05).double(),
+    }
     y = torch.tensor([[0.0], [100.0], [100.0]]).double()
     for collapse in ALL:
         post = F.filter(F.SwitchingLinearGaussian(**given), y, collapse=collapse)

@@ -9,9 +9,9 @@ from filterpy.kalman import IMMEstimator, KalmanFilter
 from statsmodels.tsa.api import MarkovAutoregression, MarkovRegression, UnobservedComponents
 from statsmodels.tsa.regime_switching.tests.test_markov_autoregression import rgnp
 from statsmodels.tsa.regime_switching.tests.test_markov_regression import fedfunds
-from switching import exact, parameters
 
 import cumulant as cm
+from switching import exact, parameters
 
 F = cm.filtering
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from switching import exact, model, parameters
 
 import cumulant as cm
 from cumulant.filtering import smoothing
 from cumulant.filtering.recursion import branch
+from switching import exact, model, parameters
 
 F = cm.filtering
 

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cumulant.cli.bench import bench
+from cumulant.cli.filter import filter_series
 from cumulant.cli.simulate import simulate
 from cumulant.errors import InputError
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(simulate)
+app.command("filter")(filter_series)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,7 +6,6 @@ The recursion is that of the Gaussian filters; only the messages differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.filtering.checks import initial_probabilities, series, stochastic
-from cumulant.filtering.maps import Map, image_size, member_of
+from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
-from cumulant.filtering.recursion import Belief, Scheme, advance, scheme_of
+from cumulant.filtering.recursion import scheme_of, steps
 from cumulant.measures.checks import numbers
 from cumulant.measures.gaussian import Gaussian
 from cumulant.measures.positive import Gamma
@@ -82,14 +81,10 @@ class SwitchingConjugate:
         owner = "SwitchingConjugate"
         member = self.prior = member_of(owner, prior)
         given: dict[str, Any] = {"transition": transition, "initial": initial}
-        if not member._weak:
-            given["prior"] = member._theta
+        given |= tensors_of("prior", member)
         for name, x in (("dynamics", dynamics), ("likelihood", likelihood)):
             for j, part in enumerate(x if isinstance(x, list | tuple) else [x]):
-                found = part._tensors if isinstance(part, Map) else ()
-                if isinstance(part, Gaussian) and not part._weak:
-                    found = (part._loc, part._cov)
-                given |= {f"{name} {j} {i}": value for i, value in enumerate(found)}
+                given |= tensors_of(f"{name} {j}", part)
         got, weak = numbers(owner, **given)
         self.transition, self.initial = got["transition"], got["initial"]
         self.dtype = torch.get_default_dtype() if weak else self.transition.dtype
@@ -180,33 +175,9 @@ def filter_conjugate(
         y = y[..., None]
     bank = ConjugateBank(model, series("filter", model, y, lengths))
     belief, alike = bank.start()
-    return _run(bank, scheme, belief, alike, progress)
-
-
-def _run(
-    bank: ConjugateBank,
-    scheme: Scheme,
-    belief: Belief,
-    alike: bool,
-    progress: Callable[[int, int], None] | None,
-) -> ConjugatePosterior:
-    T = bank.observations.shape[-2]
-    beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
-    for t in range(T):
-        step = advance(bank, scheme, beliefs[-1], t, alike=alike and t == 0)
-        beliefs.append(step.belief)
-        totals.append(step.log_likelihood)
-        predicted.append(step.log_predicted)
-        if progress is not None:
-            progress(t + 1, T)
-    return ConjugatePosterior(
-        bank.model,
-        scheme,
-        (bank.observations,),
-        tuple(beliefs),
-        tuple(totals),
-        tuple(predicted),
-    )
+    count = bank.observations.shape[-2]
+    found = steps(bank, scheme, belief, count, alike=alike, progress=progress)
+    return ConjugatePosterior(model, scheme, (bank.observations,), *found)
 
 
 def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
@@ -226,11 +197,5 @@ def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
             f"{want[:-1] if model.scalar else want}; got shape {tuple(torch.as_tensor(y).shape)}."
         )
     bank = ConjugateBank(model, value[..., None, :])
-    more = _run(bank, post.scheme, post.beliefs[-1], False, None)
-    return replace(
-        post,
-        observations=post.observations + more.observations,
-        beliefs=post.beliefs + more.beliefs[1:],
-        step_totals=post.step_totals + more.step_totals,
-        log_predicted=post.log_predicted + more.log_predicted,
-    )
+    found = steps(bank, post.scheme, post.beliefs[-1], 1, alike=post.scheme.memory == 1)
+    return post.followed(found, bank.observations)

@@ -76,7 +76,7 @@ def _supported(model: Any, free: Mapping[str, Tensor]) -> None:
         raise InputError("fit: EM is for linear models; method='lbfgs' fits nonlinear ones.")
     for name, mask in free.items():
         x = model.parameters[name]
-        tail = len(SHAPES.get(name, "M" if name == "initial" else "M"))
+        tail = len(SHAPES.get(name, "M"))
         most = tail if name == "initial" else tail + 1
         if x.ndim > most:
             raise InputError(
@@ -237,7 +237,7 @@ def _regression(
                 left, count = left / M, count / M
         value = symmetric(left / count.clamp_min(1e-300)[..., None, None])
         mask = free[noise]
-        kept = value * (mask | mask.mT) if mask.shape == value.shape else value * (mask | mask.mT)
+        kept = value * (mask | mask.mT)
         out[noise] = kept[0] if model.parameters[noise].ndim == 2 else kept
     return out
 

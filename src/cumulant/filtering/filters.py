@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,16 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.filtering.checks import series
+from cumulant.filtering.conjugate import (
+    SwitchingConjugate,
+    filter_conjugate,
+    update_conjugate,
+)
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.modes import chain, stateless
+from cumulant.filtering.modes import chain, log_joint, stateless
+from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior
-from cumulant.filtering.recursion import Belief, Scheme, advance, scheme_of
+from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
 
 __all__ = ["filter", "log_likelihood", "run", "update"]
 
@@ -27,13 +33,14 @@ def filter(
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Posterior:
+) -> Any:
     """What the observations say about modes and states, step by step (T25).
 
-    All schemes are exact as long as they have not collapsed anything: GPB(k) up to T = k.
+    All schemes are exact as long as they have not collapsed anything: GPB(k) up to T = k, or one
+    step less if modes start with different states.
 
     Args:
-        model: a `SwitchingLinearGaussian` or `SwitchingNonlinear`.
+        model: a `SwitchingLinearGaussian`, `SwitchingNonlinear` or `SwitchingConjugate`.
         observations: ``(*batch, T, p)``; NaN is missing, element by element.
         collapse: ``"gpb2"``, ``"gpb1"``, ``"imm"``, k for GPB(k), which keeps M^(k-1) Gaussians, or
             ``"exact"``, which keeps all M^T.
@@ -42,7 +49,8 @@ def filter(
         progress: called with the number of steps done and T.
 
     Returns:
-        A `Posterior`; differentiable in every parameter of the model and the observations.
+        A `Posterior` (a `ConjugatePosterior`); differentiable in every parameter of the model and
+        the observations.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(2, 1, 1)
@@ -55,6 +63,10 @@ def filter(
     >>> post.mean.shape, bool(post.mode_probabilities[-1, 1] > 0.6)
     (torch.Size([4, 1]), True)
     """
+    if isinstance(model, SwitchingConjugate):
+        if inputs is not None:
+            raise InputError("filter: SwitchingConjugate takes no inputs.")
+        return filter_conjugate(model, observations, collapse, lengths, progress)
     scheme = scheme_of("filter", collapse)
     y = series("filter", model, observations, lengths)
     u = inputs_of("filter", model, inputs, y.shape[-2], y)
@@ -71,33 +83,16 @@ def run(
     alike: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> Posterior:
-    """Step after step of the bank's observations, from a belief on."""
+    """All steps of a bank, from a belief on."""
     if stateless(bank):
-        return _run_chain(bank, scheme, belief)
-    T = bank.observations.shape[-2]
-    beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
-    for t in range(T):
-        step = advance(bank, scheme, beliefs[-1], t, alike=alike and t == 0)
-        beliefs.append(step.belief)
-        totals.append(step.log_likelihood)
-        predicted.append(step.log_predicted)
-        if progress is not None:
-            progress(t + 1, T)
-    _whole_numbers(torch.stack(totals, -1), bank.first)
-    return _posterior(bank, scheme, beliefs, totals, predicted)
-
-
-def _run_chain(bank: GaussianBank, scheme: Scheme, start: Belief) -> Posterior:
-    """The same for a model without a state, all steps at once."""
-    found = chain(bank, start)
-    total = found.log_joint.logsumexp(-1)
-    weights = (found.log_joint - total[..., None]).to(bank.observations.dtype)[..., None, :]
-    totals = total.diff(dim=-1, prepend=torch.zeros_like(total[..., :1]))
-    _whole_numbers(totals, bank.first)
-    beliefs = [start]
-    beliefs += [Belief(w, start.message) for w in weights.unbind(-3)]
-    steps = totals.to(bank.observations.dtype).unbind(-1)
-    return _posterior(bank, scheme, beliefs, steps, found.log_predicted.unbind(-2))
+        found = chain(bank, belief)
+    else:
+        count = bank.observations.shape[-2]
+        found = steps(bank, scheme, belief, count, alike=alike, first=bank.first, progress=progress)
+    inputs = None if bank.inputs is None else (bank.inputs,)
+    return Posterior(
+        bank.model, scheme, (bank.observations,), *found, inputs=inputs, first=bank.first
+    )
 
 
 def log_likelihood(
@@ -107,44 +102,11 @@ def log_likelihood(
     bank = GaussianBank(model, observations, inputs)
     belief, alike = bank.start()
     if stateless(bank):
-        return chain(bank, belief).log_joint[..., -1, :].logsumexp(-1)
+        return log_joint(bank, belief)[..., -1, :].logsumexp(-1)
     return run(bank, scheme, belief, alike=alike).log_likelihood
 
 
-def _posterior(
-    bank: GaussianBank,
-    scheme: Scheme,
-    beliefs: Sequence[Belief],
-    totals: Sequence[Tensor],
-    predicted: Sequence[Tensor],
-) -> Posterior:
-    inputs = None if bank.inputs is None else (bank.inputs,)
-    return Posterior(
-        bank.model,
-        scheme,
-        (bank.observations,),
-        inputs,
-        tuple(beliefs),
-        tuple(totals),
-        tuple(predicted),
-        bank.first,
-    )
-
-
-def _whole_numbers(totals: Tensor, first: int) -> None:
-    """Raise where a likelihood is not a number."""
-    bad = ~totals.detach().isfinite()
-    if not bool(bad.any()):
-        return
-    at = bad.flatten(0, -2).any(0) if bad.ndim > 1 else bad
-    raise InputError(
-        f"filter: the observation of step {first + int(at.nonzero()[0])} (counted from 0) has no "
-        "density: the predicted covariance of the observations is singular, or numbers overflow. "
-        "With emission_noise R singular, the state must be uncertain where R is zero."
-    )
-
-
-def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Posterior:
+def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
     """Go on from a posterior by one observation; equal to filtering all at once.
 
     Args:
@@ -155,6 +117,10 @@ def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Poste
     Returns:
         The posterior over all steps so far; ``post.latest()`` forgets the past, for endless use.
     """
+    if isinstance(post, ConjugatePosterior):
+        if inputs is not None:
+            raise InputError("update: SwitchingConjugate takes no inputs.")
+        return update_conjugate(post, y)
     model = post.model
     value = torch.as_tensor(y, dtype=post.observations[0].dtype, device=model.device)
     want = (*post.observations[0].shape[:-2], model.observation_dimension)
@@ -170,12 +136,7 @@ def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Poste
         given = None if inputs is None else torch.as_tensor(inputs)[..., None, :]
         u = inputs_of("update", model, given, 1, value)
     bank = GaussianBank(model, value[..., None, :], u, first=post.first + post.steps)
-    more = run(bank, post.scheme, post.beliefs[-1], alike=False)
-    return replace(
-        post,
-        observations=post.observations + more.observations,
-        inputs=None if u is None else (post.inputs or ()) + (u,),
-        beliefs=post.beliefs + more.beliefs[1:],
-        step_totals=post.step_totals + more.step_totals,
-        log_predicted=post.log_predicted + more.log_predicted,
-    )
+    more = run(bank, post.scheme, post.beliefs[-1], alike=post.scheme.memory == 1)
+    found = Run(more.beliefs, more.step_totals, more.log_predicted)
+    past = () if u is None else (*(post.inputs or ()), u)
+    return replace(post.followed(found, bank.observations), inputs=past or None)

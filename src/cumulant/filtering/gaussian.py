@@ -126,7 +126,8 @@ class GaussianBank:
 
     def _affine(self, which: str, over_time: Any) -> tuple[_OverTime, _OverTime, _OverTime]:
         model, kind = self.model, self.observations.dtype
-        matrix, noise = over_time(which, 2), over_time(f"{which}_noise", 2)
+        matrix = over_time(which, 2)
+        noise = over_time(f"{which}_noise", 2).map(moments.symmetric)
         bias = self._steps(f"{which}_bias", 1)
         size = model.state_dimension if which == "dynamics" else model.observation_dimension
         if bias is None:

@@ -1,6 +1,7 @@
 """Maps that keep a law in its family, and the image of a law under them (THEORY T26).
 
-A map acts on the natural parameters theta ``(*batch, R, d)`` of a family's members.
+A map acts on the natural parameters theta ``(*batch, R, d)`` of a family's members. Its own tensors
+may have batch dimensions, which broadcast with those of the law.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cumulant.filtering.checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
 from cumulant.measures.checks import broadcast, finite, numbers, positive, require
 from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
+from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
 from cumulant.measures.positive import Gamma
 from cumulant.measures.simplex import Beta, Dirichlet
@@ -24,10 +26,8 @@ from cumulant.measures.simplex import Beta, Dirichlet
 __all__ = ["Flip", "Linear", "Map", "Merge", "Permute", "Renew", "Scale", "push"]
 
 FAMILIES = (Gamma, Beta, Dirichlet, Normal)
-CLOSED = (
-    "Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under Linear, "
-    "each under None (unchanged) and under Renew (by a member of the same family)"
-)
+CLOSED = """Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under \
+Linear, each under None (unchanged) and under Renew (by a member of the same family)"""
 
 
 class Map(ABC):
@@ -48,11 +48,7 @@ class Map(ABC):
 
 
 class Scale(Map):
-    """x to c x, for a gamma: the rate becomes rate / c.
-
-    Args:
-        c: > 0, ``()``, or ``(*batch,)`` in `push`.
-    """
+    """x to c x with c > 0, for a gamma: the rate becomes rate / c."""
 
     _families = (Gamma,)
 
@@ -78,32 +74,28 @@ class Flip(Map):
 class Merge(Map):
     """Coordinates of a Dirichlet added up, group by group: so are their concentrations.
 
-    Args:
-        groups: each coordinate 0, 1, ..., K - 1 in one of them; at least two groups.
+    Each coordinate 0, 1, ..., K - 1 is in one of the groups; there are two of them at least.
     """
 
     _families = (Dirichlet,)
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        name = type(self).__name__
         try:
             self.groups = [[int(k) for k in group] for group in groups]
         except (TypeError, ValueError):
-            raise InputError(f"{name}: expected coordinates 0, 1, ..., not {groups!r}.") from None
+            self.groups = []
         named = sorted(k for group in self.groups for k in group)
         if named != list(range(len(named))) or not all(self.groups) or len(self.groups) < 2:
             raise InputError(
-                f"{name}: each coordinate 0, 1, ..., K - 1 must be named once, and at least two "
-                f"must be left; got {groups!r}."
+                f"{type(self).__name__}: each coordinate 0, 1, ..., K - 1 must be named once, and "
+                f"at least two must be left; got {groups!r}."
             )
 
     def _image_size(self, owner: str, member: Any) -> int:
         size = sum(len(group) for group in self.groups)
         if member.dimension != size:
-            raise InputError(
-                f"{owner}: this {type(self).__name__} names {size} coordinates, but the Dirichlet "
-                f"has {member.dimension}."
-            )
+            name = type(self).__name__
+            raise InputError(f"{owner}: {name} of {size} coordinates for {member.dimension}.")
         return len(self.groups)
 
     def _move(self, member: Any, theta: Tensor) -> Tensor:
@@ -113,17 +105,17 @@ class Merge(Map):
 class Permute(Merge):
     """Coordinates of a Dirichlet in another order: the new x_k is the old x_order[k]."""
 
-    def __init__(self, order: Sequence[int]) -> None:
-        super().__init__([[k] for k in order])
+    def __init__(self, order: Sequence[int] | Tensor) -> None:
+        super().__init__(torch.as_tensor(order).reshape(-1, 1).tolist())
 
 
 class Linear(Map):
     """x to W x + b + N(0, Q), for a Normal.
 
     Args:
-        W: ``(k, k)``; in `push` also ``(*batch, a, k)``, and the others accordingly.
-        b: ``(k,)``; zero if left out.
-        Q: ``(k, k)``, positive semi-definite; zero if left out. W W' + Q must be positive definite,
+        W: ``(a, k)``.
+        b: ``(a,)``; zero if left out.
+        Q: ``(a, a)``, positive semi-definite; zero if left out. W W' + Q must be positive definite,
             or the image has no density.
     """
 
@@ -168,17 +160,13 @@ class Linear(Map):
 
 
 class Renew(Map):
-    """The state is drawn afresh, independent of the old one: a change point.
-
-    Args:
-        measure: the law it is drawn from, a member of the same family.
-    """
+    """The state is drawn afresh from a member of its family: a change point."""
 
     _families = FAMILIES
 
     def __init__(self, measure: Any) -> None:
         self.measure = member_of("Renew", measure)
-        self._tensors = () if self.measure._weak else (self.measure._theta,)
+        self._tensors = tuple(tensors_of("measure", self.measure).values())
         self._batch = self.measure.batch_shape
 
     def _image_size(self, owner: str, member: Any) -> int:
@@ -203,11 +191,15 @@ def member_of(owner: str, measure: Any) -> Any:
         )
     if measure._rows:
         raise InputError(f"{owner}: the measure must not be tilted by several eta at once.")
-    if kind is Gaussian:
-        full = Normal(measure.loc, measure.covariance_matrix)
-        full._weak = measure._weak
-        return full
-    return measure
+    return Normal(measure.loc, measure.covariance_matrix) if kind is Gaussian else measure
+
+
+def tensors_of(name: str, part: Any) -> dict[str, Tensor]:
+    """The tensors that a map or a measure was given, if any."""
+    found: Sequence[Tensor] = part._tensors if isinstance(part, Map) else ()
+    if isinstance(part, Measure) and not part._weak:
+        found = [x for x, _ in part._leaves().values()]
+    return {f"{name} {i}": x for i, x in enumerate(found)}
 
 
 def image_size(owner: str, member: Any, map: Any) -> int:
@@ -229,8 +221,8 @@ def push(measure: Any, map: Map | None) -> Any:
     and Gaussian under `Linear`, and each under None (unchanged) and `Renew`.
 
     Args:
-        measure: of batch shape ``(*batch,)``; the map's tensors broadcast with it.
-        map: the map.
+        measure: of batch shape ``(*batch,)``.
+        map: with parameters of one law, or for each of the batch.
 
     Raises:
         InputError: a pair that is not closed, or sizes that do not fit.
@@ -245,8 +237,7 @@ def push(measure: Any, map: Map | None) -> Any:
     if map is None:
         return measure
     broadcast("push", measure=member.batch_shape, map=map._batch)
-    given = {"measure": () if member._weak else (member._theta,), "map": map._tensors}
-    got, weak = numbers("push", **named(given))
+    got, weak = numbers("push", **tensors_of("measure", member), **tensors_of("map", map))
     family, theta, _ = wide(member, member._theta)
     image = family._rebuilt({"_theta": map._move(family, theta)})
     image = image._to(torch.float64 if weak else next(iter(got.values())).dtype)

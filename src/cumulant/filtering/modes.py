@@ -7,25 +7,16 @@ any order, so all prefixes come in log2(T) rounds instead of T steps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from cumulant.filtering.gaussian import GaussianBank
-from cumulant.filtering.recursion import Belief
+from cumulant.filtering.recursion import Belief, Run, whole_numbers
 
-__all__ = ["Chain", "chain", "stateless"]
+__all__ = ["chain", "log_joint", "stateless"]
 
 # Beyond so many modes, T steps with a vector cost less than products of matrices.
 MOST_MODES = 8
-
-
-class Chain(NamedTuple):
-    """log p(y_1..t, A_t) for all t, ``(*batch, T, M)``, and log P(A_t | y_1..t-1)."""
-
-    log_joint: Tensor
-    log_predicted: Tensor
 
 
 def stateless(bank: GaussianBank) -> bool:
@@ -33,27 +24,40 @@ def stateless(bank: GaussianBank) -> bool:
     return bank.model.state_dimension == 0 and bank.model.modes <= MOST_MODES
 
 
-def chain(bank: GaussianBank, start: Belief) -> Chain:
-    """All steps at once."""
+def log_joint(bank: GaussianBank, start: Belief) -> Tensor:
+    """log p(y_1..t, A_t) for all t, ``(*batch, T, M)``, in double precision."""
     y = bank.observations
-    steps, M = y.shape[-2], bank.model.modes
+    count, M = y.shape[-2], bank.model.modes
     nothing = y.new_zeros(*y.shape[:-1], 1, M, 0), y.new_zeros(*y.shape[:-1], 1, M, 0, 0)
     _, log_likelihood = bank.observe(nothing, None)
     each = bank.log_transition(None) + log_likelihood[..., None, :]
     product = each.squeeze(-3).double()
-    batch = start.log_weights.shape[:-2]
-    product = product.expand(*batch, steps, M, M)
+    product = product.expand(*start.log_weights.shape[:-2], count, M, M)
     reach = 1
-    while reach < steps:
+    while reach < count:
         later = _times(product[..., :-reach, :, :], product[..., reach:, :, :])
         product = torch.cat([product[..., :reach, :, :], later], -3)
         reach *= 2
-    first = start.log_weights.double()
-    log_joint = (first[..., None] + product).logsumexp(-2)
-    before = torch.cat([first, log_joint[..., :-1, :]], -2)
-    before = before - before.logsumexp(-1, keepdim=True)
+    return (start.log_weights.double()[..., None] + product).logsumexp(-2)
+
+
+def chain(bank: GaussianBank, start: Belief) -> Run:
+    """All steps at once."""
+    kind = bank.observations.dtype
+    joint = log_joint(bank, start)
+    total = joint.logsumexp(-1)
+    totals = total.diff(dim=-1, prepend=torch.zeros_like(total[..., :1]))
+    whole_numbers(totals, bank.first)
+    after = joint - total[..., None]
+    before = torch.cat([start.log_weights.double(), after[..., :-1, :]], -2)
     moved = before[..., None, :, None] + bank.log_transition(None).double()
-    return Chain(log_joint, moved.squeeze(-3).logsumexp(-2).to(y.dtype))
+    predicted = moved.squeeze(-3).logsumexp(-2).to(kind)
+    weights = after.to(kind)[..., None, :].unbind(-3)
+    return Run(
+        (start, *(Belief(w, start.message) for w in weights)),
+        totals.to(kind).unbind(-1),
+        predicted.unbind(-2),
+    )
 
 
 def _times(first: Tensor, second: Tensor) -> Tensor:

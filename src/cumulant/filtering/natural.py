@@ -6,8 +6,8 @@ an observation adds t(y), and a mixture is projected by matching the family's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
-from cumulant.filtering import moments
 from cumulant.filtering.gaussian import log_probability
-from cumulant.filtering.posterior import flat, over_time, whole
-from cumulant.filtering.recursion import Belief, Message, Scheme
+from cumulant.filtering.posterior import Filtered, flat, over_time
+from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.checks import require
 from cumulant.measures.conjugate import _message
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
 from cumulant.measures.newton import wide
-from cumulant.measures.status import Code, checked
+from cumulant.measures.status import Code
 
 __all__ = ["ConjugateBank", "ConjugatePosterior", "observed", "projected"]
 
@@ -60,7 +59,7 @@ def _observed_gaussian(prior: Normal, noise: Gaussian, y: Tensor) -> tuple[Tenso
     kept = noise._dense() * (seen[..., None] * seen[..., None, :]) + torch.diag_embed(1 - seen)
     law = Gaussian(noise.loc.expand_as(y), kept)
     shift, log_base = _message(prior, law, torch.where(missing, noise.loc, y)[..., None, :])
-    return shift * prior.statistic(seen), log_base + missing.sum(-1) * LOG_2PI / 2
+    return shift * prior.statistic(seen), log_base + (1 - seen).sum(-1) * LOG_2PI / 2
 
 
 def projected(family: Any, log_weights: Tensor, theta: Tensor) -> Tensor:
@@ -77,15 +76,19 @@ def projected(family: Any, log_weights: Tensor, theta: Tensor) -> Tensor:
     good = (code == Code.CONVERGED)[..., None]
     found = family._inverse(torch.where(good, rows, family._interior(rows)))
     code = torch.where(good[..., 0], found.status.code, code)
-    checked(code, True, "M-projection of a mixture")
+    require(
+        code == Code.CONVERGED,
+        lambda: (
+            f"filter: no {type(family).__name__} has the expected statistics of a mixture: numbers "
+            "overflow, or a law is too narrow for its natural parameters. For a Normal, take "
+            "SwitchingLinearGaussian."
+        ),
+    )
     return found.value.reshape(mean.shape)
 
 
 class ConjugateBank:
-    """The conjugate filter of each mode and history, on observations ``(*batch, T, p)``.
-
-    All is done in double precision, as in the families themselves.
-    """
+    """A conjugate filter for each mode and history, in double precision, on ``(*batch, T, p)``."""
 
     def __init__(self, model: Any, observations: Tensor) -> None:
         self.model, self.observations = model, observations
@@ -128,8 +131,8 @@ class ConjugateBank:
         return (projected(self.family, log_weights, message[0]),)
 
 
-@dataclass(frozen=True)
-class ConjugatePosterior:
+@dataclass(frozen=True, repr=False)
+class ConjugatePosterior(Filtered):
     """Modes and states given the observations so far; fields are computed when asked for.
 
     ================================ ====================== =======================================
@@ -146,86 +149,16 @@ class ConjugatePosterior:
     ``measure(t)``                   batch (\\*batch,)       the member closest to the law of x_t
     ================================ ====================== =======================================
 
-    Covariances have one more dimension. Means and covariances are those of the mixture over modes
-    and histories; a measure matches its expected statistics, so its variance differs (T26).
+    Covariances have one more dimension. Means and covariances are those of the mixture; a measure
+    matches its expected statistics, so that its variance may be another (T26).
     """
 
-    model: Any
-    scheme: Scheme
-    observations: tuple[Tensor, ...]
-    beliefs: tuple[Belief, ...]
-    step_totals: tuple[Tensor, ...]
-    log_predicted: tuple[Tensor, ...]
-
-    def __repr__(self) -> str:
-        batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
-        return (
-            f"ConjugatePosterior({self.model!r}, collapse={self.scheme.name!r}, batch={batch}, "
-            f"steps={self.steps})"
-        )
-
-    @property
-    def steps(self) -> int:
-        """T."""
-        return len(self.step_totals)
-
-    def latest(self) -> ConjugatePosterior:
-        """The posterior of the last step alone: what `update` needs, without the past."""
-        return replace(
-            self,
-            observations=(self.observations[-1][..., -1:, :],),
-            beliefs=self.beliefs[-2:],
-            step_totals=self.step_totals[-1:],
-            log_predicted=self.log_predicted[-1:],
-        )
-
-    def _given(self, x: Tensor) -> Tensor:
-        """In the precision of the observations and the model."""
-        return x.to(self.observations[0].dtype)
-
     @cached_property
-    def log_likelihood(self) -> Tensor:
-        return self._given(torch.stack(self.step_totals, -1).sum(-1))
-
-    @cached_property
-    def step_log_likelihood(self) -> Tensor:
-        return self._given(torch.stack(self.step_totals, -1))
-
-    def _each(self, function: Callable[[Belief], Tensor]) -> Tensor:
-        return self._given(over_time(self._moments, function))
-
-    @cached_property
-    def mode_probabilities(self) -> Tensor:
-        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
-
-    @cached_property
-    def predicted_mode_probabilities(self) -> Tensor:
-        return self._given(torch.stack(self.log_predicted, -2).exp())
-
-    @cached_property
-    def _moments(self) -> list[Belief]:
-        """The beliefs with mean and covariance of x as messages."""
+    def moments(self) -> Sequence[Belief]:
+        """The beliefs after each step, with mean and covariance of the state for messages."""
         members = [type(self.model.prior).from_natural(b.message[0]) for b in self.beliefs[1:]]
         weights = [b.log_weights for b in self.beliefs[1:]]
         return [Belief(w, member.moments()) for w, member in zip(weights, members, strict=True)]
-
-    @cached_property
-    def mode_means(self) -> Tensor:
-        return self._each(lambda b: moments.collapse(b.log_weights, *b.message)[0].squeeze(-3))
-
-    @cached_property
-    def mode_covariances(self) -> Tensor:
-        return moments.symmetric(
-            self._each(lambda b: moments.collapse(b.log_weights, *b.message)[1].squeeze(-4))
-        )
-
-    @cached_property
-    def mean(self) -> Tensor:
-        return self._each(lambda b: whole(b)[0])
-
-    @cached_property
-    def covariance(self) -> Tensor:
-        return self._each(lambda b: whole(b)[1])
 
     @cached_property
     def mode_measures(self) -> Any:
@@ -237,7 +170,7 @@ class ConjugatePosterior:
         return type(family).from_natural(theta)._to(self.observations[0].dtype)
 
     def measure(self, t: int = -1) -> Any:
-        """The M-projected law of x_t, of batch shape ``(*batch,)``; of the last step if left out."""
+        """The M-projected law of x_t, batch shape ``(*batch,)``; of the last step if left out."""
         if not -self.steps <= t < self.steps:
             raise InputError(f"measure: t must be one of the {self.steps} steps, not {t}.")
         log_weights, (theta,) = flat(self.beliefs[1:][t])

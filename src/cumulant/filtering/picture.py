@@ -98,15 +98,18 @@ def picture(
             panel = panels[rows + k]
             _state(panel, time, mean[:, k], spread[:, k], smoothed is not None)
             panel.set_title(_short(states[k], 70))
-        for panel in panels[:-1]:
-            _shade(panel, time, probabilities)
+        for k, panel in enumerate(panels[:-1]):
+            _shade(panel, time, probabilities, modes if k == 0 else None)
         so_far = None if smoothed is None else _joined(ahead, "mode_probabilities")
         _modes(panels[-1], time, modes, probabilities, so_far)
-        for panel in panels:
-            panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), handlelength=1.4)
+        for k, panel in enumerate(panels):
             if forecast is not None:
                 between = (time.at[time.observed - 1] + time.at[time.observed]) / 2
-                panel.axvline(between, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+                look = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+                panel.axvline(between, **look, label=None if k else "forecast from here")
+            told = panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), handlelength=1.4)
+            for line in told.get_lines():
+                line.set(linewidth=max(line.get_linewidth(), 0.9), alpha=1.0)
         _ticks(panels[-1], time)
         left = [f"{y.shape[-1] - rows} more observations"] * (y.shape[-1] > rows)
         left += [f"{len(states) - more} more states"] * (len(states) > more)
@@ -139,6 +142,10 @@ def _short(text: str, most: int) -> str:
     return textwrap.shorten(text, most, placeholder="…").replace("$", r"\$")
 
 
+def _wrapped(text: str) -> str:
+    return textwrap.fill(_short(text, 44), 22)
+
+
 def _joined(parts: list[Any], name: str) -> Any:
     each: list[Tensor] = [getattr(x, name).detach().cpu().double() for x in parts]
     return torch.cat(each).numpy()
@@ -154,8 +161,9 @@ def _time(labels: Sequence[str] | None, steps: int, future: int) -> _Time:
     total = steps + future
     if labels is None:
         return _Time(np.arange(1.0, total + 1), None, steps)
+    dates = all(re.fullmatch(r"\d{8}", x) for x in labels)  # 20200131 is no number
     try:
-        at = np.array([float(x) for x in labels])
+        at = np.array([] if dates else [float(x) for x in labels])
     except ValueError:
         at = np.empty(0)
     if len(at) and np.isfinite(at).all() and (np.diff(at) > 0).all():
@@ -177,13 +185,14 @@ def _series(axes: Any, time: _Time, seen: Tensor, mean: Any, spread: Any) -> Non
     axes.plot(t, seen.numpy(), color=INK, linewidth=0.9 * time.width, alpha=0.8)
     axes.plot([], [], color=INK, linewidth=0.9, marker="o", markersize=2.4, label="observed")
     axes.plot(t, seen.numpy(), "o", color=INK, markersize=2.4 * time.width, markeredgewidth=0)
-    # A first prediction from a vague start would dwarf all others.
-    inside = seen[~seen.isnan()]
-    low, high = float(inside.min()), float(inside.max())
-    bands = np.quantile(np.stack([mean - spread, mean + spread]), [0.02, 0.98])
-    room = max(high - low, 1e-9)
-    low, high = min(low, max(bands[0], low - room)), max(high, min(bands[1], high + room))
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    inside = seen[~seen.isnan()].numpy()
+    low, high = (float(inside.min()), float(inside.max())) if len(inside) else (0.0, 0.0)
+    # Predictions from a vague start would dwarf all others, and so would those far ahead.
+    calm = np.maximum.accumulate(spread <= 4 * np.median(spread))
+    room = max(high - low, float(np.median(spread)), 1e-9)
+    low = min(low, max(float((mean - spread)[calm].min()), low - room))
+    high = max(high, min(float((mean + spread)[calm].max()), high + room))
+    axes.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
 
 
 def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> None:
@@ -194,21 +203,24 @@ def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> No
         linewidth=0,
         label="95 %",
     )
-    told = "given all" if smoothed else "given what was so far"
+    told = f"given {'all data' if smoothed else 'data so far'}"
     axes.plot(time.at, mean, color=STATE_COLOR, linewidth=0.8 + 0.7 * time.width, label=told)
 
 
-def _shade(axes: Any, time: _Time, probabilities: Any) -> None:
-    """Behind the curves, the mode where it is not the most usual one."""
+def _shade(axes: Any, time: _Time, probabilities: Any, names: list[str] | None) -> None:
+    """Behind the curves, the most probable mode where it is not the usual one."""
     found = episodes(torch.from_numpy(probabilities))
     usual = int(probabilities.sum(0).argmax())
     if sum(map(len, found)) > MOST_SHADES:
         return
     edges = _edges(time.at)
     for mode, each in enumerate(found):
+        told = None if names is None else _wrapped(f"mostly {names[mode]}")
         for part in each if mode != usual else []:
             color = MODE_COLORS[mode % len(MODE_COLORS)]
-            axes.axvspan(edges[part.first], edges[part.last + 1], color=color, alpha=0.08, lw=0)
+            ends = edges[part.first], edges[part.last + 1]
+            axes.axvspan(*ends, color=color, alpha=0.1, linewidth=0, zorder=0, label=told)
+            told = None
 
 
 def _edges(at: Any) -> Any:
@@ -232,14 +244,15 @@ def _modes(axes: Any, time: _Time, names: list[str], probabilities: Any, so_far:
             color=MODE_COLORS[j % len(MODE_COLORS)],
             alpha=0.45 if j < len(MODE_COLORS) else 0.2,
             linewidth=0,
-            label=textwrap.fill(_short(name, 48), 24),
+            label=_wrapped(name),
         )
         above = below
     if so_far is not None and len(names) > 1:
         lines = np.cumsum(so_far[:, :0:-1], -1)
-        told = "known so far"
+        told = "given data so far"
         for k in range(lines.shape[1]):
-            axes.plot(time.at, lines[:, k], color=INK, linewidth=0.9 * time.width, label=told)
+            look = {"linewidth": 0.9 * time.width, "alpha": max(time.width, 0.4)}
+            axes.plot(time.at, lines[:, k], color=INK, **look, label=told)
             told = None
     axes.set_ylim(0, 1)
     axes.set_title("probability of the modes")

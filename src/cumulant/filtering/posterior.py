@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
-from cumulant.filtering.recursion import Belief, Scheme, branch
+from cumulant.filtering.recursion import Belief, Run, Scheme, branch
 
-__all__ = ["Posterior", "over_time", "stacked", "step_of", "whole"]
+__all__ = ["Filtered", "Posterior", "over_time", "stacked", "step_of", "whole"]
 
 
 def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
@@ -60,7 +60,97 @@ def flat(belief: Belief) -> Belief:
 
 
 @dataclass(frozen=True)
-class Posterior:
+class Filtered:
+    """What every posterior has: beliefs about modes and states after each step."""
+
+    model: Any
+    scheme: Scheme
+    observations: tuple[Tensor, ...]
+    beliefs: tuple[Belief, ...]
+    step_totals: tuple[Tensor, ...]
+    log_predicted: tuple[Tensor, ...]
+
+    def __repr__(self) -> str:
+        batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
+        return (
+            f"{type(self).__name__}({self.model!r}, collapse={self.scheme.name!r}, batch={batch}, "
+            f"steps={self.steps})"
+        )
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return len(self.step_totals)
+
+    def followed(self, run: Run, observations: Tensor) -> Self:
+        """The posterior with more steps behind it."""
+        return replace(
+            self,
+            observations=(*self.observations, observations),
+            beliefs=self.beliefs + run.beliefs[1:],
+            step_totals=self.step_totals + run.step_totals,
+            log_predicted=self.log_predicted + run.log_predicted,
+        )
+
+    def latest(self) -> Self:
+        """The posterior of the last step alone: what `update` needs, without the past."""
+        return replace(
+            self,
+            observations=(self.observations[-1][..., -1:, :],),
+            beliefs=self.beliefs[-2:],
+            step_totals=self.step_totals[-1:],
+            log_predicted=self.log_predicted[-1:],
+        )
+
+    @cached_property
+    def moments(self) -> Sequence[Belief]:
+        """The beliefs after each step, with mean and covariance of the state for messages."""
+        return self.beliefs[1:]
+
+    def _each(self, function: Callable[[Belief], Tensor]) -> Tensor:
+        return self._given(over_time(self.moments, function))
+
+    def _given(self, x: Tensor) -> Tensor:
+        """In the precision of the observations and the model."""
+        return x.to(self.observations[0].dtype)
+
+    @cached_property
+    def log_likelihood(self) -> Tensor:
+        return self.step_log_likelihood.sum(-1)
+
+    @cached_property
+    def step_log_likelihood(self) -> Tensor:
+        return self._given(torch.stack(self.step_totals, -1))
+
+    @cached_property
+    def mode_probabilities(self) -> Tensor:
+        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
+
+    @cached_property
+    def predicted_mode_probabilities(self) -> Tensor:
+        return self._given(torch.stack(self.log_predicted, -2).exp())
+
+    @cached_property
+    def mode_means(self) -> Tensor:
+        return self._each(lambda b: moments.collapse(b.log_weights, *b.message)[0].squeeze(-3))
+
+    @cached_property
+    def mode_covariances(self) -> Tensor:
+        return moments.symmetric(
+            self._each(lambda b: moments.collapse(b.log_weights, *b.message)[1].squeeze(-4))
+        )
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._each(lambda b: whole(b)[0])
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        return self._each(lambda b: whole(b)[1])
+
+
+@dataclass(frozen=True, repr=False)
+class Posterior(Filtered):
     """Modes and states given the observations so far; fields are computed when asked for.
 
     ================================ ====================== =======================================
@@ -83,26 +173,8 @@ class Posterior:
     length of a series, everything is a forecast.
     """
 
-    model: Any
-    scheme: Scheme
-    observations: tuple[Tensor, ...]
-    inputs: tuple[Tensor, ...] | None
-    beliefs: tuple[Belief, ...]
-    step_totals: tuple[Tensor, ...]
-    log_predicted: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] | None = None
     first: int = 0
-
-    def __repr__(self) -> str:
-        batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
-        return (
-            f"Posterior({self.model!r}, collapse={self.scheme.name!r}, batch={batch}, "
-            f"steps={self.steps})"
-        )
-
-    @property
-    def steps(self) -> int:
-        """T."""
-        return len(self.step_totals)
 
     @cached_property
     def bank(self) -> GaussianBank:
@@ -110,56 +182,10 @@ class Posterior:
         inputs = None if self.inputs is None else torch.cat(self.inputs, -2)
         return GaussianBank(self.model, torch.cat(self.observations, -2), inputs, self.first)
 
-    def latest(self) -> Posterior:
+    def latest(self) -> Self:
         """The posterior of the last step alone: what `update` needs, without the past."""
-        rows = torch.cat(self.observations, -2)[..., -1:, :]
-        inputs = None if self.inputs is None else (torch.cat(self.inputs, -2)[..., -1:, :],)
-        return replace(
-            self,
-            observations=(rows,),
-            inputs=inputs,
-            beliefs=self.beliefs[-2:],
-            step_totals=self.step_totals[-1:],
-            log_predicted=self.log_predicted[-1:],
-            first=self.first + self.steps - 1,
-        )
-
-    def _each(self, function: Callable[[Belief], Tensor]) -> Tensor:
-        return over_time(self.beliefs[1:], function)
-
-    @cached_property
-    def log_likelihood(self) -> Tensor:
-        return self.step_log_likelihood.sum(-1)
-
-    @cached_property
-    def step_log_likelihood(self) -> Tensor:
-        return torch.stack(self.step_totals, -1)
-
-    @cached_property
-    def mode_probabilities(self) -> Tensor:
-        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
-
-    @cached_property
-    def predicted_mode_probabilities(self) -> Tensor:
-        return torch.stack(self.log_predicted, -2).exp()
-
-    @cached_property
-    def mode_means(self) -> Tensor:
-        return self._each(lambda b: moments.collapse(b.log_weights, *b.message)[0].squeeze(-3))
-
-    @cached_property
-    def mode_covariances(self) -> Tensor:
-        return moments.symmetric(
-            self._each(lambda b: moments.collapse(b.log_weights, *b.message)[1].squeeze(-4))
-        )
-
-    @cached_property
-    def mean(self) -> Tensor:
-        return self._each(lambda b: whole(b)[0])
-
-    @cached_property
-    def covariance(self) -> Tensor:
-        return self._each(lambda b: whole(b)[1])
+        inputs = None if self.inputs is None else (self.inputs[-1][..., -1:, :],)
+        return replace(super().latest(), inputs=inputs, first=self.first + self.steps - 1)
 
     @cached_property
     def _banks(self) -> list[GaussianBank]:

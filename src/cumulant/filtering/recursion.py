@@ -11,14 +11,17 @@ What a message is, only the `Bank` knows: Gaussian moments, or natural parameter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
+from cumulant.measures.checks import holds
 
-__all__ = ["Bank", "Belief", "Message", "Scheme", "Step", "advance", "scheme_of"]
+__all__ = ["Bank", "Belief", "Message", "Run", "Scheme", "Step", "advance", "scheme_of", "steps"]
 
 Message = tuple[Tensor, ...]
 
@@ -78,6 +81,11 @@ class Scheme:
     mixes: bool
     name: Any
 
+    @property
+    def knows_pairs(self) -> bool:
+        """Whether the modes before and after a step are kept apart until it has been observed."""
+        return not self.mixes and self.memory != 1
+
     def histories(self, modes: int) -> int | None:
         """How many histories are kept beside the current mode."""
         return None if self.memory is None else modes ** max(self.memory - 2, 0)
@@ -86,11 +94,10 @@ class Scheme:
 def scheme_of(owner: str, collapse: Any) -> Scheme:
     """The scheme that a name or a number k stands for."""
     if isinstance(collapse, int) and not isinstance(collapse, bool) and collapse >= 1:
-        # All messages of GPB1 are one Gaussian, so that mixing them first is exact.
-        return Scheme(collapse, collapse == 1, collapse)
+        return Scheme(collapse, False, collapse)
     match collapse:
         case "gpb1":
-            return Scheme(1, True, collapse)
+            return Scheme(1, False, collapse)
         case "gpb2":
             return Scheme(2, False, collapse)
         case "imm":
@@ -123,7 +130,8 @@ def advance(
         scheme: where to collapse.
         belief: after step t - 1.
         t: which step; None in a bank takes all steps, with time as the last batch dimension.
-        alike: the messages of all modes are the same now, as at the start, so mixing is exact.
+        alike: the messages of all modes are the same now, as at the start or in GPB1, so that
+            mixing them before the move is exact.
     """
     joint, message = branch(bank, belief, t)
     log_predicted = joint.logsumexp(-2)
@@ -165,3 +173,58 @@ def remember(bank: Bank, scheme: Scheme, belief: Belief) -> Belief:
         one = bank.collapse(weights.mT, across)
         message = tuple(x.expand(*x.shape[: lead + 1], M, *x.shape[lead + 2 :]) for x in one)
     return Belief(weights, message)
+
+
+class Run(NamedTuple):
+    """Beliefs around the steps, their log-likelihoods, and the modes before each observation."""
+
+    beliefs: tuple[Belief, ...]
+    step_totals: tuple[Tensor, ...]
+    log_predicted: tuple[Tensor, ...]
+
+
+def steps(
+    bank: Bank,
+    scheme: Scheme,
+    belief: Belief,
+    count: int,
+    *,
+    alike: bool = False,
+    first: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Step after step of the bank's observations, from a belief on.
+
+    Args:
+        bank: the filters of the modes.
+        scheme: where to collapse.
+        belief: before the first step.
+        count: how many steps.
+        alike: all modes begin with the same message.
+        first: how many steps went before, for what errors say.
+        progress: called with the number of steps done and their count.
+    """
+    beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
+    for t in range(count):
+        same = alike if t == 0 else scheme.memory == 1
+        step = advance(bank, scheme, beliefs[-1], t, alike=same)
+        beliefs.append(step.belief)
+        totals.append(step.log_likelihood)
+        predicted.append(step.log_predicted)
+        if progress is not None:
+            progress(t + 1, count)
+    whole_numbers(torch.stack(totals, -1), first)
+    return Run(tuple(beliefs), tuple(totals), tuple(predicted))
+
+
+def whole_numbers(totals: Tensor, first: int) -> None:
+    """Raise where a log-likelihood ``(*batch, T)`` is not a number."""
+    bad = ~totals.detach().isfinite()
+    if holds(~bad) is not False:
+        return
+    at = bad.flatten(0, -2).any(0) if bad.ndim > 1 else bad
+    raise InputError(
+        f"filter: the observation of step {first + int(at.nonzero()[0])} (counted from 0) has no "
+        "density: the predicted covariance of the observations is singular, or numbers overflow. "
+        "With emission_noise R singular, the state must be uncertain where R is zero."
+    )

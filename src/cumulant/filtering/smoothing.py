@@ -164,7 +164,7 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
     last = _last_seen(post)
     for t, gains in _prepared(post):
         pair = _pair(gains, belief)
-        ends = last < t if post.scheme.mixes else last <= t
+        ends = last <= t if post.scheme.knows_pairs else last < t
         if bool(ends.any()):
             pair = _ended(gains, pair, ends)
         lead, shape = pair.log_weights.ndim - 2, post.beliefs[t].log_weights.shape[-2:]

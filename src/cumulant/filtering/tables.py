@@ -19,7 +19,7 @@ from cumulant.filtering.files import Names, Series
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.smoothing import Smoothed
 
-__all__ = ["Episode", "ModeSummary", "Table", "summarize", "table", "whole_file"]
+__all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table", "whole_file"]
 
 
 class Table(NamedTuple):
@@ -62,6 +62,24 @@ class ModeSummary(NamedTuple):
     duration: float | None
     episodes: list[Episode]
 
+    def as_dict(self, labels: Sequence[str]) -> dict[str, Any]:
+        """For JSON: a duration without end is None, steps count from 1."""
+        lasts = self.duration is not None and math.isfinite(self.duration)
+        return {
+            "name": self.name,
+            "share": self.share,
+            "expected_duration": self.duration if lasts else None,
+            "episodes": [
+                {
+                    "from": labels[e.first],
+                    "to": labels[e.last],
+                    "first_step": e.first + 1,
+                    "steps": e.steps,
+                }
+                for e in self.episodes
+            ],
+        }
+
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
@@ -76,6 +94,11 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def labels_of(series: Series) -> list[str]:
+    """Labels of the steps: their numbers, from 1 on, if the file has none."""
+    return series.labels or [str(t + 1) for t in range(len(series.values))]
 
 
 def deviations(covariance: Tensor) -> Tensor:
@@ -116,7 +139,7 @@ def table(
     columns.append("log_likelihood")
     rows = _rows(post, smoothed)
     flag = ["0"] if forecast else []
-    labels = series.labels or [str(t + 1) for t in range(len(seen))]
+    labels = labels_of(series)
     out = [
         [str(t + 1), labels[t], *flag, *seen[t], *row, *each]
         for t, (row, each) in enumerate(zip(rows, _texts(post.step_log_likelihood), strict=True))

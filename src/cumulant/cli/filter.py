@@ -1,0 +1,260 @@
+"""`cumulant filter`: regimes and states of a series, as table, picture and summary."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from torch import Tensor
+
+from cumulant.cli.filter_report import copy_example, example_files, run_again, tell, tell_json
+from cumulant.cli.progress import progress_bar
+from cumulant.errors import InputError
+from cumulant.figures import need_matplotlib
+from cumulant.filtering.files import Names, Series, read_model, read_series
+from cumulant.filtering.filters import filter, update
+from cumulant.filtering.forecasting import forecast
+from cumulant.filtering.picture import picture
+from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.recursion import MOST_HISTORIES, Scheme, scheme_of
+from cumulant.filtering.smoothing import Smoothed, smooth
+from cumulant.filtering.tables import summarize, table
+
+PATIENCE = 2.0  # seconds before a bar appears
+
+
+class _Run(NamedTuple):
+    """What to filter, and where to put what comes of it."""
+
+    series: Series
+    model: Any
+    names: Names
+    folder: Path
+
+
+def filter_series(
+    series: Annotated[
+        Path | None,
+        typer.Argument(help="A CSV file with a header; a first column of dates is a label."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", "-m", help="TOML: transition, initial, dynamics, dynamics_noise, ..."
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder for table and picture.")
+    ] = Path("cumulant-filter"),
+    collapse: Annotated[
+        str, typer.Option(help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1).")
+    ] = "gpb2",
+    columns: Annotated[
+        str | None,
+        typer.Option(help="The columns to filter, with commas; all with numbers if left out."),
+    ] = None,
+    ahead: Annotated[
+        int, typer.Option("--forecast", help="How many steps to go on after the last row.")
+    ] = 0,
+    draw: Annotated[
+        bool, typer.Option("--picture/--no-picture", help="Draw filter.png too.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    example: Annotated[
+        bool,
+        typer.Option("--example", help="US inflation 1959 to 2009, calm and turbulent; copied."),
+    ] = False,
+) -> None:
+    """Find the regimes and the hidden states of a series.
+
+    The model, in TOML, is linear and Gaussian in each of its modes.
+    Table (filtered.csv) and picture (filter.png) go into the output folder.
+    Empty cells, NA and nan are missing.
+
+    \b
+    cumulant filter --example              see it work; files to start from
+    cumulant filter series.csv --model model.toml
+    cumulant filter series.csv -m model.toml --columns rate --forecast 8
+
+    \b
+    A model.toml with two modes, one state and one observation:
+        names = ["calm", "turbulent"]
+        transition = [[0.95, 0.05], [0.10, 0.90]]    # rows sum to one
+        initial = [0.5, 0.5]
+        dynamics = 1.0                       # the same in both modes
+        dynamics_noise = [0.1, 2.0]          # variances, one per mode
+        emission = 1.0
+        emission_noise = [1.0, 9.0]
+        initial_mean = 0.0
+        initial_covariance = 100.0
+    Matrices are nested arrays: (rows, columns) or (modes, rows, columns).
+    """
+    try:
+        kept = int(collapse) if collapse.strip("+-").isdecimal() else collapse
+        if ahead < 0:
+            raise InputError(f"--forecast must be at least 0, not {ahead}.")
+        if example and (series is not None or model is not None or columns is not None):
+            raise InputError("--example has its own series and model; leave out yours.")
+        if example:
+            series, model = example_files()
+        if series is None or model is None:
+            raise InputError(
+                f"{'SERIES (a CSV file)' if series is None else '--model (a TOML file)'} is "
+                "missing; cumulant filter --example shows one of each."
+            )
+        run = _read(series, model, columns, output)
+        _bounded(run, scheme_of("--collapse", kept), ahead)
+        _make(output)
+        _work(run, kept, ahead, draw, as_json, example)
+    except KeyboardInterrupt:
+        typer.echo("cumulant: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
+
+
+def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
+    """All input, checked."""
+    parameters, names = read_model(model)
+    chosen = None
+    if columns is not None:
+        chosen = [x.strip() for x in next(csv.reader([columns]), [])]
+    found = read_series(series, chosen)
+    p = parameters.observation_dimension
+    if found.values.shape[-1] != p:
+        raise InputError(
+            f"the model observes {p} number{'s' * (p != 1)} at each step, but {series} has "
+            f"{len(found.names)} columns of them: {', '.join(found.names)}. Choose with --columns."
+        )
+    if parameters.input_dimension:
+        raise InputError(
+            f"{model} takes inputs, which the command does not read; filter in Python: "
+            "cumulant.filtering.filter(model, observations, inputs=...)."
+        )
+    if bool(found.values.isnan().all()):
+        raise InputError(f"{series} has no observation at all: every cell is missing.")
+    return _Run(found, parameters, names, folder)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: cannot make the folder {folder}: {error.strerror}.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"--output: cannot write into the folder {folder}.")
+
+
+def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
+    """Refuse before the work begins what could not end."""
+    T = len(run.series.values) + ahead
+    depth = T if scheme.memory is None else min(scheme.memory, T)
+    if depth * math.log(run.model.modes) > math.log(MOST_HISTORIES):
+        raise InputError(
+            f"--collapse {scheme.name} would keep {run.model.modes}^{depth} histories of modes; "
+            "take a smaller k, gpb2 or imm, or a shorter series."
+        )
+    if run.model.steps is not None and run.model.steps < T:
+        raise InputError(
+            f"the model's parameters change over {run.model.steps} steps, but {T} are asked for."
+        )
+
+
+def _work(
+    run: _Run, collapse: str | int, ahead: int, draw: bool, as_json: bool, example: bool
+) -> None:
+    """Filter, smooth, write, tell."""
+    steps: list[Posterior] = []
+    started, bar = time.monotonic(), progress_bar()
+    task = bar.add_task("filtering", total=len(run.series.values))
+
+    def tick(done: int) -> None:
+        if time.monotonic() - started > PATIENCE:
+            bar.start()
+            bar.update(task, completed=done)
+
+    try:
+        post = filtered(run.model, run.series.values, collapse, tick, steps)
+        bar.update(task, description="smoothing", completed=0, total=None)
+        later = smooth(run.model, post)
+        future = forecast(post, ahead) if ahead else None
+        found = table(run.series, run.names, post, later, future)
+    except KeyboardInterrupt:
+        bar.stop()
+        _interrupted(run, steps)
+        raise typer.Exit(130) from None
+    finally:
+        bar.stop()
+    written = [found.write(run.folder / "filtered.csv")]
+    written += copy_example(run.folder) if example else []
+    written += _drawn(run, post, later, future) if draw else []
+    modes = summarize(run.model, run.names.modes, later)
+    again = run_again(run.folder) if example else None
+    (tell_json if as_json else tell)(run.series, post, modes, written, again)
+
+
+def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None) -> list[Path]:
+    """The picture, if there is anything to draw it with."""
+    try:
+        need_matplotlib()
+    except InputError as error:
+        typer.echo(f"cumulant: there is no picture: {error}", err=True)
+        return []
+    target = run.folder / "filter.png"
+    about: dict[str, Any] = {"labels": run.series.labels, "names": run.names, "forecast": future}
+    try:
+        picture(post, later, target, columns=run.series.names, **about)
+    except KeyboardInterrupt:
+        typer.echo("cumulant: interrupted; the table is written, the picture is not", err=True)
+        raise typer.Exit(130) from None
+    return [target]
+
+
+def filtered(
+    model: Any,
+    y: Tensor,
+    collapse: str | int,
+    tick: Callable[[int], None],
+    steps: list[Posterior],
+) -> Posterior:
+    """The posterior over all steps, as `filter` gives it; `steps` holds what is done so far."""
+    # Nothing is known before the first observation, so that one is where `filter` may begin.
+    first = int((~y.isnan()).any(-1).nonzero()[0]) + 1
+    if not model.state_dimension:
+        first = len(y)  # modes alone: all steps at once take no time
+    steps.append(filter(model, y[:first], collapse=collapse))
+    tick(first)
+    latest = steps[0]
+    for t in range(first, len(y)):
+        latest = update(latest.latest(), y[t])
+        steps.append(latest)
+        tick(t + 1)
+    return joined(steps)
+
+
+def joined(steps: list[Posterior]) -> Posterior:
+    """A posterior and those of the single steps after it, as one."""
+    first, rest = steps[0], steps[1:]
+    return replace(
+        first,
+        observations=first.observations + tuple(x.observations[-1] for x in rest),
+        beliefs=first.beliefs + tuple(x.beliefs[-1] for x in rest),
+        step_totals=first.step_totals + tuple(x.step_totals[-1] for x in rest),
+        log_predicted=first.log_predicted + tuple(x.log_predicted[-1] for x in rest),
+    )
+
+
+def _interrupted(run: _Run, steps: list[Posterior]) -> None:
+    """Keep what there is: what was known at each step that was reached."""
+    if not steps:
+        typer.echo("cumulant: interrupted; nothing was written", err=True)
+        return
+    post = joined(steps)
+    path = table(run.series, run.names, post).write(run.folder / "filtered.csv")
+    told = f"the first {post.steps} of {len(run.series.values)} steps, filtered, are in {path}"
+    typer.echo(f"cumulant: interrupted; {told}", err=True)

@@ -1,0 +1,109 @@
+"""What `cumulant filter` says at the end, and the example that it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from cumulant.filtering.files import Series
+from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.tables import ModeSummary, labels_of, whole_file
+
+__all__ = ["copy_example", "example_files", "run_again", "tell", "tell_json"]
+
+EXAMPLE = ("us_inflation.csv", "us_inflation.toml")
+SHOWN = 3  # episodes of each mode in the printed table
+
+
+def example_files() -> list[Path]:
+    """The series and the model that come with the package."""
+    data = files("cumulant.filtering") / "data"
+    return [Path(str(data / name)) for name in EXAMPLE]
+
+
+def copy_example(folder: Path) -> list[Path]:
+    """The example's files, to be changed and tried; those changed already are left alone."""
+    copied: list[Path] = []
+    for source in example_files():
+        target = folder / source.name
+        content = source.read_bytes()
+        if not target.exists():
+            with whole_file(target) as part:
+                part.write_bytes(content)
+            copied.append(target)
+        elif target.read_bytes() != content:
+            typer.echo(f"cumulant: {target} was changed before, and is left as it is", err=True)
+    return copied
+
+
+def run_again(folder: Path) -> str:
+    """The command that filters the copies."""
+    series, model = (shlex.quote(str(folder / name)) for name in EXAMPLE)
+    where = "" if folder == Path("cumulant-filter") else f" -o {shlex.quote(str(folder))}"
+    return f"cumulant filter {series} --model {model}{where}"
+
+
+def tell_json(
+    series: Series,
+    post: Posterior,
+    modes: list[ModeSummary],
+    written: list[Path],
+    again: str | None,
+) -> None:
+    """The summary for machines, alone on standard output."""
+    report: dict[str, Any] = {
+        "log_likelihood": float(post.log_likelihood),
+        "steps": post.steps,
+        "observed": int((~series.values.isnan()).sum()),
+        "collapse": post.scheme.name,
+        "columns": series.names,
+        "modes": [mode.as_dict(labels_of(series)) for mode in modes],
+        "written": [str(p) for p in written],
+    }
+    typer.echo(json.dumps(report | ({} if again is None else {"again": again})))
+
+
+def tell(
+    series: Series,
+    post: Posterior,
+    modes: list[ModeSummary],
+    written: list[Path],
+    again: str | None,
+) -> None:
+    """The summary for people."""
+    labels = labels_of(series)
+    title = f"{', '.join(series.names)}: {labels[0]} to {labels[-1]}"
+    shown = RichTable("mode", title=escape(title))
+    shown.add_column("share of time", justify="right")
+    shown.add_column("expected duration", justify="right")
+    shown.add_column("longest episodes (steps)")
+    for mode in modes:
+        long = "varies" if mode.duration is None else f"{mode.duration:.3g} steps"
+        long = "no end" if mode.duration == math.inf else long
+        lines = [
+            f"{labels[e.first]} to {labels[e.last]} ({e.steps})" for e in mode.episodes[:SHOWN]
+        ]
+        more = len(mode.episodes) - SHOWN
+        lines += [f"and {more} more"] if more > 0 else []
+        told = escape("\n".join(lines) or "never the most probable")
+        shown.add_row(escape(mode.name), f"{mode.share:.1%}", long, told)
+    console = Console()
+    console.print(shown)
+    cells = series.values.numel()
+    gone = int(series.values.isnan().sum())
+    missing = f", {gone} of {cells} observations missing" if gone else ""
+    console.print(f"log-likelihood {float(post.log_likelihood):.3f} ({post.steps} steps{missing})")
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if again is not None:
+        console.print("change the model and run again:", markup=False)
+        console.print(f"  {again}", markup=False, soft_wrap=True, highlight=False)
