@@ -9,6 +9,7 @@ given the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank
 from cumulant.filtering.model import SHAPES
 from cumulant.filtering.moments import symmetric
-from cumulant.filtering.posterior import whole
+from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
 from cumulant.filtering.smoothing import Pair, backward
 
@@ -53,22 +54,27 @@ def expectation_maximization(
         last = earlier
     pairs.reverse()
     changes: dict[str, Tensor] = {}
-    logs = torch.stack([p.log_weights for p in pairs], -3)
     if "transition" in free:
-        counts = logs.unflatten(-2, (-1, model.modes)).exp().sum(-3).flatten(0, -3).sum(0)
+        M = model.modes
+        each = [p.log_weights.exp().unflatten(-2, (-1, M)).reshape(-1, M, M).sum(0) for p in pairs]
+        counts = torch.stack(each).sum(0)
         total = counts.sum(-1, keepdim=True)
         old = model.parameters["transition"]
         changes["transition"] = torch.where(total > 0, counts / total.clamp_min(1e-300), old)
     changes |= _initial(model, last, free)
-    weights = logs.exp()
-    sums = {
-        "dynamics": lambda: _dynamics_sums(pairs, weights, inputs),
-        "emission": lambda: _emission_sums(bank, pairs, weights, inputs),
-    }
-    for which, of in sums.items():
+    for which, of in {"dynamics": _dynamics_sums, "emission": _emission_sums}.items():
         if any(name.startswith(which) for name in free):
-            changes |= _regression(model, which, of(), free)
+            parts = [of(step_of(bank, a, b), pairs[a:b]) for a, b in _alike(pairs)]
+            sums = _Sums(*(torch.stack(x).sum(0) for x in zip(*parts, strict=True)))
+            changes |= _regression(model, which, sums, free)
     return float(post.log_likelihood.sum()), model.unchecked(changes)
+
+
+def _alike(pairs: list[Pair]) -> list[tuple[int, int]]:
+    """Ranges of steps that keep the same number of histories."""
+    sizes = [p.log_weights.shape for p in pairs]
+    edges = [t for t in range(1, len(pairs)) if sizes[t] != sizes[t - 1]]
+    return list(pairwise([0, *edges, len(pairs)]))
 
 
 def _supported(model: Any, free: Mapping[str, Tensor]) -> None:
@@ -142,12 +148,13 @@ def _total(weights: Tensor, x: Tensor) -> Tensor:
     return (weights[..., None, None] * x).flatten(0, -4).sum(0)
 
 
-def _dynamics_sums(pairs: list[Pair], weights: Tensor, inputs: Tensor | None) -> _Sums:
+def _dynamics_sums(bank: GaussianBank, pairs: list[Pair]) -> _Sums:
+    weights = torch.stack([p.log_weights for p in pairs], -3).exp()
     lead = weights.ndim - 3
     mean0, cov0 = (torch.stack([p.before[k] for p in pairs], lead) for k in (0, 1))
     mean1, cov1 = (torch.stack([p.after[k] for p in pairs], lead) for k in (0, 1))
     cross = torch.stack([p.cross for p in pairs], lead)
-    u = None if inputs is None else inputs[..., None, None, :]
+    u = None if bank.inputs is None else bank.inputs[..., None, None, :]
     z, zz = _regressors(mean0, _second(mean0, cov0), u)
     rz = mean1[..., :, None] * z[..., None, :]
     n = mean0.shape[-1]
@@ -160,12 +167,11 @@ def _dynamics_sums(pairs: list[Pair], weights: Tensor, inputs: Tensor | None) ->
     )
 
 
-def _emission_sums(
-    bank: GaussianBank, pairs: list[Pair], weights: Tensor, inputs: Tensor | None
-) -> _Sums:
+def _emission_sums(bank: GaussianBank, pairs: list[Pair]) -> _Sums:
+    weights = torch.stack([p.log_weights for p in pairs], -3).exp()
     lead = weights.ndim - 3
     mean, covariance = (torch.stack([p.after[k] for p in pairs], lead) for k in (0, 1))
-    u = None if inputs is None else inputs[..., None, None, :]
+    u = None if bank.inputs is None else bank.inputs[..., None, None, :]
     second = _second(mean, covariance)
     z, zz = _regressors(mean, second, u)
     y, emission = bank.value, bank.affine("emission", None)

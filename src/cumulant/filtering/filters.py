@@ -17,6 +17,7 @@ from cumulant.filtering.conjugate import (
     update_conjugate,
 )
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
+from cumulant.filtering.model import gaussian_model, gaussian_posterior
 from cumulant.filtering.modes import chain, log_joint, stateless
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior
@@ -67,6 +68,7 @@ def filter(
         if inputs is not None:
             raise InputError("filter: SwitchingConjugate takes no inputs.")
         return filter_conjugate(model, observations, collapse, lengths, progress)
+    gaussian_model("filter", model)
     scheme = scheme_of("filter", collapse)
     y = series("filter", model, observations, lengths)
     u = inputs_of("filter", model, inputs, y.shape[-2], y)
@@ -121,6 +123,7 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
         if inputs is not None:
             raise InputError("update: SwitchingConjugate takes no inputs.")
         return update_conjugate(post, y)
+    gaussian_posterior("update", post)
     model = post.model
     value = torch.as_tensor(y, dtype=post.observations[0].dtype, device=model.device)
     want = (*post.observations[0].shape[:-2], model.observation_dimension)

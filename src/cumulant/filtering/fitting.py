@@ -16,7 +16,7 @@ from cumulant.filtering.checks import series
 from cumulant.filtering.em import expectation_maximization
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.gaussian import inputs_of
-from cumulant.filtering.model import SHAPES
+from cumulant.filtering.model import SHAPES, gaussian_model
 from cumulant.filtering.parameters import Coordinates, coordinates
 from cumulant.filtering.recursion import Scheme, scheme_of
 from cumulant.measures.checks import generator_of, real, whole
@@ -149,6 +149,7 @@ def fit(
     """
     if method not in ("lbfgs", "em"):
         raise InputError(f"fit: method must be 'lbfgs' or 'em', not {method!r}.")
+    gaussian_model("fit", model)
     tol = real("fit", "tol", tol, least=0.0)
     spread = real("fit", "spread", spread, least=0.0)
     starts = whole("fit", "starts", starts, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
+from cumulant.filtering.model import gaussian_model, gaussian_posterior
 from cumulant.filtering.posterior import Posterior
 from cumulant.measures.checks import generator_of, whole
 
@@ -40,6 +41,7 @@ def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Po
     >>> cm.filtering.forecast(post, 3).covariance.flatten()
     tensor([1.5000, 2.5000, 3.5000])
     """
+    gaussian_posterior("forecast", post)
     steps = whole("forecast", "steps", steps, 1)
     seen = post.observations[-1]
     nothing = seen.new_full((*seen.shape[:-2], steps, seen.shape[-1]), torch.nan)
@@ -82,6 +84,7 @@ def sample(
     >>> cm.filtering.sample(model, 4, seed=0).modes
     tensor([1, 1, 1, 1])
     """
+    gaussian_model("sample", model)
     steps = whole("sample", "steps", steps, 1)
     size = tuple(whole("sample", "size", s, 0) for s in size)
     device, kind = model.device, model.dtype

@@ -20,7 +20,7 @@ from cumulant.filtering.checks import (
 from cumulant.filtering.moments import Affine
 from cumulant.measures.checks import finite, numbers
 
-__all__ = ["SwitchingLinearGaussian"]
+__all__ = ["SwitchingLinearGaussian", "gaussian_model", "gaussian_posterior"]
 
 # Names and the dimensions behind the mode: n state, p observation, m input.
 SHAPES = {
@@ -37,6 +37,23 @@ SHAPES = {
 }
 COVARIANCES = ("dynamics_noise", "emission_noise", "initial_covariance")
 TIMELESS = ("initial", "initial_mean", "initial_covariance")
+
+
+def gaussian_model(owner: str, model: Any) -> None:
+    """Raise unless messages about the model's state are Gaussian."""
+    if not isinstance(model, SwitchingLinearGaussian):
+        hint = ""
+        if type(model).__name__ == "SwitchingConjugate" and owner != "filter":
+            hint = " Conjugate models are for filter and update."
+        raise InputError(
+            f"{owner}: model must be a SwitchingLinearGaussian or SwitchingNonlinear, not "
+            f"{type(model).__name__}.{hint}"
+        )
+
+
+def gaussian_posterior(owner: str, post: Any) -> None:
+    """Raise unless this is what `filter` says about such a model."""
+    gaussian_model(owner, getattr(post, "model", post))
 
 
 class SwitchingLinearGaussian:

@@ -20,6 +20,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.model import gaussian_model, gaussian_posterior
 from cumulant.filtering.moments import symmetric, times
 from cumulant.filtering.posterior import Posterior, over_time, stacked, step_of, whole
 from cumulant.filtering.recursion import Belief, branch
@@ -141,6 +142,8 @@ def smooth(model: Any, post: Posterior) -> Smoothed:
     tensor([[1.0000],
             [2.0000]])
     """
+    gaussian_model("smooth", model)
+    gaussian_posterior("smooth", post)
     if model is not post.model and not _same(model, post.model):
         raise InputError("smooth: the posterior was made by another model; filter with this one.")
     if post.first > 0:
