@@ -1,19 +1,33 @@
 """statsmodels, filterpy and published numbers."""
 
+import ast
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+import statsmodels
 import torch
 from filterpy.kalman import IMMEstimator, KalmanFilter
 from statsmodels.tsa.api import MarkovAutoregression, MarkovRegression, UnobservedComponents
-from statsmodels.tsa.regime_switching.tests.test_markov_autoregression import rgnp
-from statsmodels.tsa.regime_switching.tests.test_markov_regression import fedfunds
 
 import cumulant as cm
 from switching import exact, parameters
 
 F = cm.filtering
+TESTS = Path(statsmodels.__file__).parent / "tsa" / "regime_switching" / "tests"
+
+
+def shipped(file, name):
+    """A series that statsmodels writes out in its own tests, read without importing them."""
+    for node in ast.parse((TESTS / file).read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(name)
+
+
+fedfunds = shipped("test_markov_regression.py", "fedfunds")
+rgnp = shipped("test_markov_autoregression.py", "rgnp")
 
 
 def close(a, b, tol=1e-9):
@@ -133,6 +147,7 @@ def test_one_mode_is_statsmodels_local_level():
     y = np.array(fedfunds)[:60]
     theirs = UnobservedComponents(y, "local level")
     theirs.initialize_known(np.array([3.0]), np.array([[4.0 + 0.5]]))
+    theirs.loglikelihood_burn = 0  # the start is known, so the first observation counts
     result = theirs.smooth([0.2, 0.5])
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     m = F.SwitchingLinearGaussian(
@@ -199,7 +214,7 @@ def test_where_filterpy_is_wrong_likelihoods_that_underflow():
     imm = imm_of(given)
     imm.predict()
     imm.update(y.numpy().T)
-    assert truth[1] > 1 - 1e-12
+    assert truth[1] > 1 - 1e-9
     assert imm.mu[1] < 0.99
 
 

@@ -76,6 +76,12 @@ _BENCHES = {
 
         About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.""",
     ),
+    "filtering": (
+        "What filters cost",
+        """Filters against filterpy's IMM, fitting against statsmodels.
+
+        Needs filterpy and statsmodels. About two minutes; --quick takes twenty seconds.""",
+    ),
 }
 
 

@@ -118,7 +118,7 @@ def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Te
     """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
     if not isinstance(observations, Tensor):
         try:
-            observations = torch.as_tensor(observations, dtype=torch.float64)
+            observations = torch.as_tensor(observations, dtype=model.dtype, device=model.device)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
                 f"{owner}: observations must be a tensor or an array of numbers, not "

@@ -18,7 +18,7 @@ from cumulant.filtering.conjugate import (
 )
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
 from cumulant.filtering.model import gaussian_model, gaussian_posterior
-from cumulant.filtering.modes import chain, log_joint, stateless
+from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
@@ -104,7 +104,7 @@ def log_likelihood(
     bank = GaussianBank(model, observations, inputs)
     belief, alike = bank.start()
     if stateless(bank):
-        return log_joint(bank, belief)[..., -1, :].logsumexp(-1)
+        return log_total(bank, belief)
     return run(bank, scheme, belief, alike=alike).log_likelihood
 
 

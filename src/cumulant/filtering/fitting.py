@@ -221,6 +221,7 @@ def _lbfgs(
         try:
             value = problem.value(found.at(vector))
             (slope,) = torch.autograd.grad(value, vector)
+            value = value.detach()
         except InputError as error:  # no density there: a wall for the line search
             best.message = str(error)
             return 1e10, torch.zeros(x.shape, dtype=torch.float64).numpy()

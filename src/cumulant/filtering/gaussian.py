@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,9 +28,6 @@ class _OverTime:
         self.constant = x.ndim == event + 1
         self.whole = x if self.constant else x.unsqueeze(-event - 2)
         time = -event - 3
-        self._steps: Sequence[Tensor] = [x]
-        if not self.constant:
-            self._steps = self.whole.unbind(time)
 
         self.batch = torch.Size() if self.constant else x.shape[: time + 1]
         self._event = event
@@ -38,6 +36,10 @@ class _OverTime:
         """The parameter through a function of its entries."""
         x = self.whole if self.constant else self.whole.squeeze(-self._event - 2)
         return _OverTime(function(x), self._event)
+
+    @cached_property
+    def _steps(self) -> Sequence[Tensor]:
+        return (self.whole,) if self.constant else self.whole.unbind(-self._event - 3)
 
     def at(self, t: int | None) -> Tensor:
         if t is None:
@@ -121,8 +123,6 @@ class GaussianBank:
             self.seen = ~missing
             value = value.masked_fill(missing, 0.0)
         self.value = value
-        self._values = value.unbind(-4)
-        self._seen = None if self.seen is None else self.seen.unbind(-4)
 
     def _affine(self, which: str, over_time: Any) -> tuple[_OverTime, _OverTime, _OverTime]:
         model, kind = self.model, self.observations.dtype
@@ -193,10 +193,14 @@ class GaussianBank:
     def predict(self, message: Message, t: int | None) -> Message:
         return moments.predict(self.linear("dynamics", message, t), *message)
 
+    @cached_property
+    def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
+        values = self.value.unbind(-4)
+        seen = [None] * len(values) if self.seen is None else self.seen.unbind(-4)
+        return list(zip(values, seen, strict=True))
+
     def observe(self, message: Message, t: int | None) -> tuple[Message, Tensor]:
-        value, seen = self.value, self.seen
-        if t is not None:
-            value, seen = self._values[t], None if self._seen is None else self._seen[t]
+        value, seen = (self.value, self.seen) if t is None else self._rows[t]
         out = moments.observe(
             self.linear("emission", message, t), message[0], message[1], value, seen
         )

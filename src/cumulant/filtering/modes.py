@@ -13,7 +13,7 @@ from torch import Tensor
 from cumulant.filtering.gaussian import GaussianBank
 from cumulant.filtering.recursion import Belief, Run, whole_numbers
 
-__all__ = ["chain", "log_joint", "stateless"]
+__all__ = ["chain", "log_total", "stateless"]
 
 # Beyond so many modes, T steps with a vector cost less than products of matrices.
 MOST_MODES = 8
@@ -24,16 +24,33 @@ def stateless(bank: GaussianBank) -> bool:
     return bank.model.state_dimension == 0 and bank.model.modes <= MOST_MODES
 
 
-def log_joint(bank: GaussianBank, start: Belief) -> Tensor:
-    """log p(y_1..t, A_t) for all t, ``(*batch, T, M)``, in double precision."""
+def _factors(bank: GaussianBank, start: Belief) -> Tensor:
+    """log E_t for all t, ``(*batch, T, M, M)``, in double precision."""
     y = bank.observations
-    count, M = y.shape[-2], bank.model.modes
+    M = bank.model.modes
     nothing = y.new_zeros(*y.shape[:-1], 1, M, 0), y.new_zeros(*y.shape[:-1], 1, M, 0, 0)
     _, log_likelihood = bank.observe(nothing, None)
     each = bank.log_transition(None) + log_likelihood[..., None, :]
-    product = each.squeeze(-3).double()
-    product = product.expand(*start.log_weights.shape[:-2], count, M, M)
-    reach = 1
+    each = each.squeeze(-3).double()
+    return each.expand(*start.log_weights.shape[:-2], y.shape[-2], M, M)
+
+
+def log_total(bank: GaussianBank, start: Belief) -> Tensor:
+    """log p(y_1..T), ``(*batch,)``: the product alone, neighbors first."""
+    product = _factors(bank, start)
+    while (count := product.shape[-3]) > 1:
+        pairs = product[..., : count - count % 2, :, :].unflatten(-3, (-1, 2))
+        joined = _times(pairs[..., 0, :, :], pairs[..., 1, :, :])
+        left = product[..., count - count % 2 :, :, :]
+        product = torch.cat([joined, left], -3) if count % 2 else joined
+    last = (start.log_weights.double()[..., None] + product).flatten(-3)
+    return last.logsumexp(-1)
+
+
+def log_joint(bank: GaussianBank, start: Belief) -> Tensor:
+    """log p(y_1..t, A_t) for all t, ``(*batch, T, M)``, in double precision."""
+    product = _factors(bank, start)
+    count, reach = product.shape[-3], 1
     while reach < count:
         later = _times(product[..., :-reach, :, :], product[..., reach:, :, :])
         product = torch.cat([product[..., :reach, :, :], later], -3)
