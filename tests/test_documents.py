@@ -27,7 +27,11 @@ def test_readme_snippets_run_in_order():
 
 
 @pytest.mark.parametrize(
-    "page", ["measures", "dynamics", "memory", "contrastive", "coming-from-hflayers"]
+    "page",
+    [
+        *("measures", "dynamics", "memory", "contrastive", "filtering"),
+        *("coming-from-hflayers", "coming-from-filterpy"),
+    ],
 )
 def test_guides_run_in_order(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()

@@ -9,6 +9,7 @@ import cumulant as cm
 from switching import parameters
 
 F = cm.filtering
+D = torch.float64
 
 
 def close(a, b, tol=1e-8):
@@ -174,3 +175,23 @@ def test_bad_functions():
         scalar(torch.sin, torch.sin, "pf")
     with pytest.raises(cm.InputError, match="dynamics must be a function or a list of 1"):
         scalar([torch.sin] * 2, torch.sin, "ekf")
+
+
+@pytest.mark.parametrize("method", ["ekf", "ukf"])
+def test_single_precision(method):
+    one = torch.ones(1, 1)
+    m = F.SwitchingNonlinear(
+        transition=one,
+        dynamics=lambda x: torch.stack([x[0] + 0.1 * x[1], 0.6 * x[1] - x[0].sin()]),
+        dynamics_noise=torch.eye(2),
+        emission=lambda x: x[:1],
+        emission_noise=one,
+        initial_mean=torch.zeros(2),
+        initial_covariance=torch.eye(2),
+        method=method,
+    )
+    drawn = F.sample(m, 5, seed=0)
+    assert drawn.observations.dtype == torch.float32
+    single, double = F.filter(m, drawn.observations), F.filter(m.to(D), drawn.observations)
+    assert single.mean.dtype == torch.float32
+    assert (single.mean - double.mean).abs().max() < 1e-4

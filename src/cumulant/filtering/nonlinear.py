@@ -153,7 +153,9 @@ def _by_jacobian(f: Function, mean: Tensor, covariance: Tensor, u: Tensor | None
     jacobian = torch.func.jacfwd(f)
     flat = mean.reshape(-1, mean.shape[-1])
     inputs = () if u is None else (u.reshape(-1, u.shape[-1]),)
-    matrix = torch.vmap(jacobian)(flat, *inputs).reshape(*mean.shape[:-1], -1, mean.shape[-1])
+    # jacfwd promotes entries like 0.1 * x[1] to double (torch 2.13).
+    matrix = torch.vmap(jacobian)(flat, *inputs).to(mean.dtype)
+    matrix = matrix.reshape(*mean.shape[:-1], -1, mean.shape[-1])
     offset = _rows(f, mean, u) - (matrix @ mean[..., None])[..., 0]
     size = offset.shape[-1]
     return Affine(matrix, offset, offset.new_zeros(*offset.shape, size))
