@@ -1,13 +1,14 @@
 """Two regimes of growth in US real GDP, fitted by maximum likelihood, against NBER recessions.
 
 Quarterly growth is one of two means plus noise, and a Markov chain says which. With one variance
-for both regimes, the lower mean is that of recessions: it was fitted without seeing NBER's dates,
-and still tells most recession quarters from expansion. With a variance for each regime the
-likelihood is far higher, but the regimes are others: loud times until 1984, quiet ones after. What
-regimes are is decided by what may differ between them.
+for both regimes, the lower mean is that of recessions. NBER's dates played no part in the fit, yet
+its smoothed probabilities find 26 of 30 recession quarters and 162 of 172 others; the recession of
+2001, in which growth hardly fell, is missed. With a variance for each regime the likelihood is far
+higher, but the regimes are others: loud times, mostly before 1984, and quiet ones after, with means
+that do not differ. What regimes are is decided by what may differ between them.
 
-The data come with statsmodels, which also fits the same models for comparison. Without it, the
-regimes are those of the inflation series that ships with the package.
+The data come with statsmodels, which also fits the same models: it finds the same maxima, in less
+time. Without it, the regimes are those of the inflation series that ships with the package.
 Run it: python examples/regimes_of_growth.py (with statsmodels, if it is there; a few seconds)
 """
 
