@@ -221,14 +221,15 @@ def _lbfgs(
         try:
             value = problem.value(found.at(vector))
             (slope,) = torch.autograd.grad(value, vector)
-            value = value.detach()
+            value = float(value.detach())
+            if not (math.isfinite(value) and bool(slope.isfinite().all())):
+                raise InputError("the log-likelihood or its gradient is not finite")
         except InputError as error:  # no density there: a wall for the line search
             best.message = str(error)
             return 1e10, torch.zeros(x.shape, dtype=torch.float64).numpy()
-        if float(value) > best.value and bool(slope.isfinite().all()):
-            best.vector, best.value = vector.detach(), float(value)
-        down = torch.nan_to_num(-slope.double() / count, nan=0.0)
-        return -float(value) / count, down.numpy()
+        if value > best.value:
+            best.vector, best.value = vector.detach(), value
+        return -value / count, (-slope.double() / count).numpy()
 
     def each(_: Any) -> None:
         best.steps += 1

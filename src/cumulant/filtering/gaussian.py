@@ -56,8 +56,9 @@ def stationary(transition: Tensor) -> Tensor:
     """The probabilities that a transition leaves as they are, ``(..., M)``."""
     M = transition.shape[-1]
     eye = torch.eye(M, dtype=transition.dtype, device=transition.device)
-    # pi (I - T + 1 1') = 1'.
-    return torch.linalg.inv(eye - transition + 1).sum(-2)
+    # pi (I - T + 1 1') = 1'; singular where modes never meet.
+    found = torch.linalg.inv_ex(eye - transition + 1)
+    return torch.where(found.info[..., None] == 0, found.inverse.sum(-2), torch.nan)
 
 
 def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> Tensor | None:

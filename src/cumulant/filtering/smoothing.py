@@ -1,15 +1,18 @@
 """`smooth`: modes and states given the whole series, backward over the filter's beliefs (T25).
 
-For each history g that the filter kept and each next mode j, the state is smoothed as by Rauch,
-Tung and Striebel; the weights of the histories given (j, y_1..T) are taken as those given
-(j, y_1..t+1), which the filter knows. That is Kim's smoother with one more observation in the
-weights: exact for one mode, for models without a state, for exact enumeration, and with GPB(k) for
-T <= k.
+What the future says about a state, given the mode, is what turned the filter's message about it
+into the smoothed one: N(m, P) into N(m + P r, P - P N P) for some r and N. The same r and N, as a
+factor, are applied to the message of each pair of successive modes *before* the filter collapsed
+it, which gives the pair its own later state and its own weight; a step of Rauch, Tung and Striebel
+leads back, and pairs collapse over the later mode. This is the backward pass of expectation
+propagation (Minka 2001; Zoeter and Heskes 2005). Kim's smoother gives all pairs with the same later
+mode the same later state, and loses its way where the dynamics have little noise. Where the filter
+has collapsed nothing, the result is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,16 +48,24 @@ class Pair(NamedTuple):
 
 
 class _Gains(NamedTuple):
-    """What the backward step needs that does not depend on the future, time as a dimension."""
+    """What a backward step needs that does not depend on the future; pairs (history, next mode).
+
+    Given the pair and the observations up to t + 1: its weight among those that the filter
+    collapsed, log-weights of the pairs; means of x_t and of x_{t+1} before the observation; the
+    gain J and what of x_t's covariance it leaves; mean and covariance of x_{t+1}. Then what the
+    filter made of x_{t+1}, and its inverse.
+    """
 
     log_conditional: Tensor
     mean: Tensor
     predicted: Tensor
     gain: Tensor
     left: Tensor
-    log_weights: Tensor
     after_mean: Tensor
     after_covariance: Tensor
+    filtered_mean: Tensor
+    filtered_covariance: Tensor
+    precision: Tensor
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,10 @@ class Smoothed:
 
 
 def smooth(model: Any, post: Posterior) -> Smoothed:
-    """Modes and states given the whole series (Kim; Rauch, Tung and Striebel for one mode).
+    """Modes and states given the whole series (T25).
+
+    For one mode, the smoother of Rauch, Tung and Striebel; with several, exact wherever the filter
+    has not collapsed anything (GPB(k) for T <= k), and for models without a state.
 
     Args:
         model: that made `post`.
@@ -164,12 +178,8 @@ def _same(first: Any, second: Any) -> bool:
 def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
     """From the last step to the first: the smoothed pairs (t, t + 1) and the belief at t."""
     belief = post.beliefs[-1]
-    last = _last_seen(post)
     for t, gains in _prepared(post):
         pair = _pair(gains, belief)
-        ends = last <= t if post.scheme.knows_pairs else last < t
-        if bool(ends.any()):
-            pair = _ended(gains, pair, ends)
         lead, shape = pair.log_weights.ndim - 2, post.beliefs[t].log_weights.shape[-2:]
         across = tuple(x.transpose(lead, lead + 1) for x in pair.before)
         mean, covariance = moments.collapse(pair.log_weights.mT, *across)
@@ -183,55 +193,68 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
         yield pair, belief
 
 
-def _last_seen(post: Posterior) -> Tensor:
-    """The last step of each series that shows anything, ``(*batch,)``."""
-    batch = post.beliefs[-1].log_weights.shape[:-2]
-    at = torch.full(batch, post.steps - 1)
-    if post.bank.seen is not None:
-        shown = post.bank.seen.any(-1)[..., 0, 0].to("cpu", torch.long)
-        at = (shown * torch.arange(1, post.steps + 1)).amax(-1).expand(batch) - 1
-    return at
-
-
-def _ended(gains: _Gains, pair: Pair, ends: Tensor) -> Pair:
-    """Where nothing is seen later, the filter knows each pair by itself, before it collapses."""
-    after = gains.after_mean, gains.after_covariance
-    own = _pair(
-        gains._replace(log_conditional=torch.zeros_like(gains.log_weights)),
-        Belief(gains.log_weights, after),
-    )
-    if bool(ends.all()):
-        return own
-    ends = ends.to(gains.mean.device)
-
-    def choose(x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(ends.reshape(*ends.shape, *(1,) * (x.ndim - ends.ndim)), x, y)
-
-    return Pair(
-        choose(own.log_weights, pair.log_weights),
-        (choose(own.before[0], pair.before[0]), choose(own.before[1], pair.before[1])),
-        (choose(own.after[0], pair.after[0]), choose(own.after[1], pair.after[1])),
-        choose(own.cross, pair.cross),
-    )
-
-
 def _pair(gains: _Gains, later: Belief) -> Pair:
-    """One step back: RTS for each pair, given what is known of the later state."""
+    """One step back, given what is known of the later state for each of its modes."""
     kept = later.log_weights.shape[-2]
     old = gains.log_conditional.shape[-2] // kept
     lead = later.log_weights.ndim - 2
 
     def repeat(x: Tensor) -> Tensor:
-        """The later message of each pair: the oldest mode of a history does not matter for it."""
+        """For each pair: the oldest mode of a history does not matter for the later state."""
         wide = x.unsqueeze(lead).expand(*x.shape[:lead], old, *x.shape[lead:])
         return wide.flatten(lead, lead + 1)
 
-    after_mean, after_covariance = (repeat(x) for x in later.message)
-    mean = gains.mean + (gains.gain @ (after_mean - gains.predicted)[..., None])[..., 0]
-    half = gains.gain @ after_covariance
-    covariance = symmetric(gains.left + half @ gains.gain.mT)
-    weights = repeat(later.log_weights) + gains.log_conditional
-    return Pair(weights, (mean, covariance), (after_mean, after_covariance), half.mT)
+    log_weight, mean, covariance = _informed(gains, later, repeat)
+    log_weight = (gains.log_conditional + log_weight).unflatten(-2, (old, kept))
+    log_weight = log_weight - log_weight.logsumexp(-3, keepdim=True)
+    before = gains.mean + (gains.gain @ (mean - gains.predicted)[..., None])[..., 0]
+    half = gains.gain @ covariance
+    spread = symmetric(gains.left + half @ gains.gain.mT)
+    weights = repeat(later.log_weights) + log_weight.flatten(-3, -2)
+    return Pair(weights, (before, spread), (mean, covariance), half.mT)
+
+
+def _informed(
+    gains: _Gains, later: Belief, repeat: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the future makes of each pair's later state: log-weight, mean, covariance.
+
+    From N(m, P) to N(m + P r, P - P N P) the future is a factor exp(quadratic). On N(m', P') it
+    has, with A = I + N (P' - P), N' = A^-1 N and r' = A^-1 (r - N (m' - m)), the result
+    N(m' + P' r', P' - P' N' P') and the mass, relative to that on N(m, P),
+    -log det A / 2 + r'(P' - P) A^-1 r / 2 + d' A^-1 r - d' N' d / 2 with d = m' - m.
+    """
+    mean, covariance = later.message
+    P, inverse = gains.filtered_covariance, gains.precision
+    r = inverse @ (mean - gains.filtered_mean)[..., None]
+    N = repeat(symmetric(inverse @ (P - covariance) @ inverse))
+    r = repeat(r)
+    own = gains.after_covariance
+    d = (gains.after_mean - repeat(gains.filtered_mean))[..., None]
+    more = own - repeat(P)
+    eye = moments.identity(own.shape[-1], own.dtype, own.device)
+    factor = eye + N @ more
+    sign, size = torch.linalg.slogdet(factor.detach())
+    fine = (sign > 0) & size.isfinite()
+    factor = torch.where(fine[..., None, None], factor, eye)
+    back = torch.linalg.inv(factor)
+    N_own, r_own = symmetric(back @ N), back @ r
+    exponent = r.mT @ more @ r_own / 2 + r_own.mT @ d - d.mT @ N_own @ d / 2
+    log_weight = exponent[..., 0, 0] - torch.linalg.slogdet(factor).logabsdet / 2
+    found = gains.after_mean + (own @ (r_own - N_own @ d))[..., 0]
+    spread = symmetric(own - own @ N_own @ own)
+    # A factor that was taken from a collapsed message may be too strong for a pair: then the pair
+    # takes over the later state as it is.
+    unit = own.detach().diagonal(dim1=-2, dim2=-1)
+    unit = torch.where(unit > 0, unit, 1.0).sqrt()
+    scaled = spread.detach() / unit[..., :, None] / unit[..., None, :]
+    slack = 1e3 * torch.finfo(own.dtype).eps
+    fine = fine & (torch.linalg.cholesky_ex(scaled + slack * eye).info == 0)
+    return (
+        torch.where(fine, log_weight, 0.0),
+        torch.where(fine[..., None], found, repeat(mean)),
+        torch.where(fine[..., None, None], spread, repeat(covariance)),
+    )
 
 
 def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
@@ -247,9 +270,8 @@ def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
             beliefs[begin + 1].log_weights.shape != beliefs[t].log_weights.shape
         ):
             begin += 1
-        (piece,) = stacked(beliefs[begin:t])
-        kept = beliefs[t].log_weights.shape[-2]
-        gains = _gains(step_of(post.bank, begin, t), piece, kept)
+        (piece,), (following,) = stacked(beliefs[begin:t]), stacked(beliefs[begin + 1 : t + 1])
+        gains = _gains(step_of(post.bank, begin, t), piece, following)
         lead = len(shape) - 2
         steps = zip(*(x.unbind(lead) for x in gains), strict=True)
         each = [_Gains(*step) for step in steps]
@@ -258,27 +280,42 @@ def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
         t = begin
 
 
-def _gains(bank: GaussianBank, belief: Belief, kept: int) -> _Gains:
+def _gains(bank: GaussianBank, belief: Belief, following: Belief) -> _Gains:
     joint, waiting = branch(bank, belief, None)
     step = bank.linear("dynamics", waiting, None)
     message = moments.predict(step, *waiting)
     after, log_likelihood = bank.observe(message, None)
-    weights = joint + log_likelihood
-    weights = weights - weights.flatten(-2).logsumexp(-1)[..., None, None]
-    grouped = weights.unflatten(-2, (-1, kept))
+    grouped = (joint + log_likelihood).unflatten(-2, (-1, following.log_weights.shape[-2]))
     log_conditional = (grouped - grouped.logsumexp(-3, keepdim=True)).flatten(-3, -2)
     mean, covariance = waiting
-    predicted = symmetric(message[1])
-    # J = P W' (W P W' + Q)^-1, through a pseudo-inverse where the prediction is singular: the
-    # range of W P lies in that of the prediction, so a trace of noise does it.
-    variances = predicted.detach().diagonal(dim1=-2, dim2=-1)
-    slack = 10 * mean.shape[-1] * torch.finfo(mean.dtype).eps
-    noise = torch.where(variances > 0, slack * variances, 1.0)
+    # J = P W' (W P W' + Q)^-1
     half = times(step.matrix, covariance)
-    (white,), root, _ = moments.whiten(predicted + torch.diag_embed(noise), half)
+    (white,), root, _ = moments.whiten(_regular(symmetric(message[1])), half)
     gain = moments.unwhiten(root, white).mT
     eye = moments.identity(mean.shape[-1], mean.dtype, mean.device)
     keep = eye - times(step.matrix.mT, gain.mT).mT
     left = keep @ covariance @ keep.mT + gain @ times(step.noise, gain.mT)
-    full = message[0].shape
-    return _Gains(log_conditional, mean.expand(full), message[0], gain, left, weights, *after)
+    means, covariances = following.message
+    precision = symmetric(torch.linalg.inv(_regular(symmetric(covariances))))
+    return _Gains(
+        log_conditional,
+        mean.expand(message[0].shape),
+        message[0],
+        gain,
+        left,
+        after[0],
+        after[1],
+        means,
+        covariances,
+        precision,
+    )
+
+
+def _regular(covariance: Tensor) -> Tensor:
+    """A covariance with a trace of noise, so that its inverse is a pseudo-inverse if singular.
+
+    What it is applied to lies in the range of the covariance.
+    """
+    variances = covariance.detach().diagonal(dim1=-2, dim2=-1)
+    slack = 10 * covariance.shape[-1] * torch.finfo(covariance.dtype).eps
+    return covariance + torch.diag_embed(torch.where(variances > 0, slack * variances, 1.0))
