@@ -518,3 +518,29 @@ class TestBadInput:
             sinkhorn_attention(q, k[:4, :2], k[:4])
         with pytest.raises(cm.InputError, match="row or column"):
             sinkhorn_attention(q, q, q, attn_mask=torch.zeros(4, 4).bool())
+
+
+def test_blocks_that_hardly_touch():
+    """Normalizing alone misses by 1e-6 after 10^5 steps."""
+    nearly = torch.tensor([[0, -15, -15], [-13, 0, -1], [-14, -1, 0]], dtype=DOUBLE)
+    for scores in (
+        nearly,
+        30 * torch.randn(6, 6, dtype=DOUBLE),
+        10 * torch.randn(20, 20, dtype=DOUBLE),
+    ):
+        A = sinkhorn(scores)
+        assert (A.sum(-1) - 1).abs().max() < 1e-8
+        assert (A.sum(-2) - 1).abs().max() < 1e-8
+
+
+def test_variances_below_zero_and_autocast():
+    S = torch.diag_embed(torch.tensor([1.0, -9e-4])).expand(3, 2, 2)
+    e = torch.eye(2)
+    named = {"query_weight": e, "key_weight": e, "value_weight": e}
+    with pytest.raises(cm.InputError, match="positive semi-definite"):
+        attention_as_imm(torch.zeros(3, 2), S, **named)
+    x = torch.randn(6, 2)
+    plain = attention_as_imm(x, **named)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = attention_as_imm(x, **named)
+    assert torch.equal(cast.mean, plain.mean)

@@ -273,7 +273,7 @@ def test_bad_input_is_one_line_and_exit_2(files, cumulant):
         ([series, "-m", model, "--columns", "date"], "column 'date': '2020-01-01'"),
         ([series, "-m", model, "--collapse", "gpb"], "collapse must be"),
         ([series, "-m", model, "--collapse", "-1"], "collapse must be"),
-        ([series, "-m", model, "--collapse", "exact"], "2^30 histories"),
+        ([series, "-m", model, "--collapse", "exact"], "1.07e+09 histories"),
         ([series, "-m", model, "--forecast", "-1"], "--forecast must be"),
         ([series, "-m", model, "-o", files / "file"], "cannot make the folder"),
         ([series, "-m", model, "-o", "/proc/nothing"], "cannot make the folder"),

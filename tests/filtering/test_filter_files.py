@@ -175,8 +175,8 @@ def test_a_model_without_a_state(tmp_path):
     ("changes", "said"),
     [
         ({"noise": "1"}, "no key is called 'noise'; the keys are names, states, transition"),
-        ({"initial": None}, "initial is missing"),
-        ({"initial": None, "dynamics": None}, "initial, dynamics are missing"),
+        ({"emission": None}, "emission is missing"),
+        ({"emission": None, "dynamics": None}, "dynamics, emission are missing"),
         ({"dynamics": "= 3"}, r"not valid TOML: .*line 3"),
         ({"transition": "[[0.9, 0.2], [0.2, 0.8]]"}, "rows of transition must sum to one; row 0"),
         ({"transition": "[0.9, 0.1]"}, "transition must be nested as 2 x 2; it is 2"),

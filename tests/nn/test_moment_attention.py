@@ -585,7 +585,12 @@ CALLS = [
     ("dense", (X, EYE + 2.0 * (1 - EYE)), {}, "correlation beyond 1"),
     ("dense", (X,), {"attn_mask": torch.ones(2, 3, 3).bool()[:, :2]}, "attn_mask must be"),
     ("dense", (X,), {"attn_mask": torch.ones(3, 3).long()}, "attn_mask must be boolean"),
-    ("dense", (X,), {"attn_mask": torch.full((3, 3), math.nan)}, "attn_mask holds NaN"),
+    (
+        "dense",
+        (X,),
+        {"attn_mask": torch.full((3, 3), math.nan)},
+        "attn_mask must be finite or -inf",
+    ),
     ("dense", (X,), {"key_padding_mask": torch.ones(3).bool()}, r"boolean \(2, 3\)"),
     ("dense", (X,), {"key_padding_mask": torch.ones(2, 3)}, "True at padding"),
 ]
@@ -621,3 +626,16 @@ def test_no_array_of_all_pairs(form, reading):
     with torch.no_grad(), Largest() as largest:
         layer(x, given, residual=True)
     assert largest.entries < length**2 / 8
+
+
+@pytest.mark.parametrize("form", ["diagonal", "dense", "low_rank"])
+def test_numbers_out_of_range_are_told(form):
+    layer = cm.nn.MomentAttention(4, 2, covariance=form, rank=2 if form == "low_rank" else None)
+    with pytest.raises(cm.InputError, match="not finite"):
+        layer(torch.randn(3, 4) * 1e20)
+    with pytest.raises(cm.InputError, match="attn_mask must be finite or -inf"):
+        layer(torch.randn(3, 4), attn_mask=torch.full((3, 3), torch.inf))
+    with torch.no_grad():
+        layer.project_value.weight[0, 0] = torch.nan
+    with pytest.raises(cm.InputError, match="not finite"):
+        layer(torch.randn(3, 4))

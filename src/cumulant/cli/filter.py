@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 import time
 from collections.abc import Callable
@@ -23,10 +22,11 @@ from cumulant.filtering.filters import filter, update
 from cumulant.filtering.forecasting import forecast
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
-from cumulant.filtering.recursion import MOST_HISTORIES, Scheme, scheme_of
+from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.filtering.smoothing import Smoothed, smooth
 from cumulant.filtering.tables import summarize, table
 
+MOST_AHEAD = 100_000
 PATIENCE = 2.0  # seconds before a bar appears
 
 
@@ -97,9 +97,9 @@ def filter_series(
     Matrices are nested arrays: (rows, columns) or (modes, rows, columns).
     """
     try:
-        kept = int(collapse) if collapse.strip("+-").isdecimal() else collapse
-        if ahead < 0:
-            raise InputError(f"--forecast must be at least 0, not {ahead}.")
+        kept = int(collapse) if collapse.isdecimal() and len(collapse) < 10 else collapse
+        if not 0 <= ahead <= MOST_AHEAD:
+            raise InputError(f"--forecast must be from 0 to {MOST_AHEAD}, not {ahead}.")
         if example and (series is not None or model is not None or columns is not None):
             raise InputError("--example has its own series and model; leave out yours.")
         if example:
@@ -123,7 +123,10 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
     parameters, names = read_model(model)
     chosen = None
     if columns is not None:
-        chosen = [x.strip() for x in next(csv.reader([columns]), [])]
+        try:
+            chosen = [x.strip() for x in next(csv.reader([columns]), [])]
+        except csv.Error as error:
+            raise InputError(f"--columns must be names with commas between: {error}.") from None
     found = read_series(series, chosen)
     p = parameters.observation_dimension
     if found.values.shape[-1] != p:
@@ -153,12 +156,8 @@ def _make(folder: Path) -> None:
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
     """Refuse before the work begins what could not end."""
     T = len(run.series.values) + ahead
-    depth = T if scheme.memory is None else min(scheme.memory, T)
-    if depth * math.log(run.model.modes) > math.log(MOST_HISTORIES):
-        raise InputError(
-            f"--collapse {scheme.name} would keep {run.model.modes}^{depth} histories of modes; "
-            "take a smaller k, gpb2 or imm, or a shorter series."
-        )
+    n, modes = run.model.state_dimension, run.model.modes
+    bounded(scheme, modes, modes * (n + n * n + 1), T)
     if run.model.steps is not None and run.model.steps < T:
         raise InputError(
             f"the model's parameters change over {run.model.steps} steps, but {T} are asked for."

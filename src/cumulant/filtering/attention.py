@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,19 @@ def attention_as_imm(
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(H.dtype)
     scale = None if scale is None else real(me, "scale", scale)
+    with torch.autocast(H.device.type, enabled=False):
+        return _attention(me, given, (H, S, Q, W), attn_mask, is_causal, scale)
+
+
+def _attention(
+    me: str,
+    given: dict[str, Any],
+    parts: tuple[Tensor, Tensor, Tensor, list[Tensor]],
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> AttentionMessages:
+    H, S, Q, W = parts
     query, key, value = (H @ w.mT for w in W)
     call = prepare(me, query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
     scores, seen = scores_of(me, call)

@@ -10,12 +10,20 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.measures.checks import holds, numbers, require
 
-__all__ = ["initial_probabilities", "one_class", "semi_definite", "series", "sized", "stochastic"]
+__all__ = [
+    "initial_probabilities",
+    "next_row",
+    "one_class",
+    "real_numbers",
+    "semi_definite",
+    "series",
+    "sized",
+    "stochastic",
+]
 
 
-def _slack(x: Tensor) -> float:
-    """What rounding, or a finite difference, may do to a sum or a symmetry."""
-    return 1e-5 if x.dtype == torch.float64 else 1e-3
+# What rounding, or a finite difference, may do to a sum or a symmetry.
+SLACK = 1e-5
 
 
 def sized(owner: str, name: str, x: Tensor, least: int) -> torch.Size:
@@ -40,13 +48,12 @@ def stochastic(owner: str, transition: Tensor) -> int:
             f"{float(transition.min()):.6g}."
         ),
     )
-    slack = _slack(transition)
     rows = transition.detach().sum(-1)
-    if holds((rows - 1).abs() <= slack) is False:
+    if holds((rows - 1).abs() <= SLACK) is False:
         columns = transition.detach().sum(-2)
         worst = (rows - 1).abs().flatten().argmax()
         hint = "divide each row by its sum if these are counts"
-        if holds((columns - 1).abs() <= slack):
+        if holds((columns - 1).abs() <= SLACK):
             hint = (
                 "its columns do, so it looks transposed: transition[i, j] = P(j | i), from row to "
                 "column; pass transition.mT"
@@ -67,7 +74,7 @@ def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
         )
     sums = initial.detach().sum(-1)
     require(
-        (initial >= 0).all(-1) & ((sums - 1).abs() <= _slack(initial)),
+        (initial >= 0).all(-1) & ((sums - 1).abs() <= SLACK),
         lambda: (
             f"{owner}: initial must be probabilities that sum to one; they are "
             f"{initial.detach().tolist()}."
@@ -98,15 +105,17 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
         return
     size = x.detach().abs().amax((-2, -1), keepdim=True)
     require(
-        (x - x.mT).abs() <= _slack(x) * size,
+        (x - x.mT).abs() <= SLACK * size,
         lambda: (
             f"{owner}: {name} must be symmetric; entries differ from their transposes by up to "
             f"{float((x - x.mT).abs().max()):.3g}."
         ),
     )
     lowest = torch.linalg.eigvalsh(((x + x.mT) / 2).detach())[..., :1, None]
+    least = x.detach().diagonal(dim1=-2, dim2=-1).amin(-1)[..., None, None]
+    slack = 1e3 * torch.finfo(x.dtype).eps
     require(
-        lowest >= -_slack(x) * size,
+        (least >= 0) & (lowest >= -slack * size),
         lambda: (
             f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
             f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
@@ -114,20 +123,40 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
     )
 
 
-def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Tensor:
-    """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
-    if not isinstance(observations, Tensor):
+def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A dense real tensor; what is none yet takes on a dtype and a place."""
+    if not isinstance(x, Tensor):
         try:
-            observations = torch.as_tensor(observations, dtype=model.dtype, device=model.device)
+            x = torch.as_tensor(x, device=device)
+            x = x if x.is_complex() or x.dtype == torch.bool else x.to(dtype)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
-                f"{owner}: observations must be a tensor or an array of numbers, not "
-                f"{type(observations).__name__}."
+                f"{owner}: {name} must be a tensor or an array of numbers, not {type(x).__name__}."
             ) from None
-    y = observations
+    if x.is_complex() or x.dtype == torch.bool:
+        raise InputError(f"{owner}: {name} must be real numbers, not {x.dtype}.")
+    if x.layout != torch.strided:
+        raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
+    return x
+
+
+def next_row(owner: str, y: Any, past: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """One more observation of each series, of the dtype of those before."""
+    value = real_numbers(owner, "y", y, past.dtype, past.device)
+    if tuple(value.shape) != shape:
+        raise InputError(
+            f"{owner}: y must be the next observation of each series, shape {shape}, not "
+            f"{tuple(value.shape)}."
+        )
+    value = value.to(past)
+    require(~value.isinf(), lambda: f"{owner}: y holds an infinity; NaN marks what is missing.")
+    return value
+
+
+def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Tensor:
+    """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
+    y = real_numbers(owner, "observations", observations, model.dtype, model.device)
     p = model.observation_dimension
-    if y.is_complex() or y.dtype == torch.bool:
-        raise InputError(f"{owner}: observations must be real numbers, not {y.dtype}.")
     if y.ndim < 2 or y.shape[-1] != p or y.shape[-2] < 1:
         hint = "; for a single number per step that is y[..., None]" if p == 1 else ""
         raise InputError(
@@ -150,8 +179,7 @@ def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Te
         which = "" if y.ndim == 2 else f" number {where[0][0] if y.ndim == 3 else where[0]}"
         raise InputError(
             f"{owner}: series{which} has no observation at all: every element is NaN"
-            f"{' or lies past its length' if lengths is not None else ''}. Leave it out; what the "
-            "model expects without data is forecast's."
+            f"{' or lies past its length' if lengths is not None else ''}. Leave it out."
         )
     return y
 

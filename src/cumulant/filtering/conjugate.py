@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
-from cumulant.filtering.checks import initial_probabilities, series, stochastic
+from cumulant.filtering.checks import (
+    initial_probabilities,
+    next_row,
+    real_numbers,
+    series,
+    stochastic,
+)
 from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
@@ -162,12 +168,7 @@ def filter_conjugate(
     scheme = scheme_of("filter", collapse)
     y = observations
     if model.scalar:
-        try:
-            y = y if isinstance(y, Tensor) else torch.as_tensor(y, dtype=torch.float64)  # pyright: ignore[reportUnnecessaryIsInstance]
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(
-                f"filter: observations must be a tensor of numbers, not {type(y).__name__}."
-            ) from None
+        y = real_numbers("filter", "observations", y, model.dtype, model.device)
         if y.ndim < 1 or y.shape[-1] < 1:
             raise InputError(
                 f"filter: observations must have shape (*batch, T), T >= 1, not {tuple(y.shape)}."
@@ -188,14 +189,9 @@ def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
         y: the next observation, ``(*batch,)`` or ``(*batch, p)``; NaN is missing.
     """
     past, model = post.observations[0], post.model
-    value = torch.as_tensor(y, dtype=past.dtype, device=past.device)
+    shape = past.shape[:-2] if model.scalar else (*past.shape[:-2], model.observation_dimension)
+    value = next_row("update", y, past, tuple(shape))
     value = value[..., None] if model.scalar else value
-    want = (*past.shape[:-2], model.observation_dimension)
-    if tuple(value.shape) != want or bool(value.isinf().any()):
-        raise InputError(
-            "update: y must be the next observation of each series, finite or NaN, of shape "
-            f"{want[:-1] if model.scalar else want}; got shape {tuple(torch.as_tensor(y).shape)}."
-        )
     bank = ConjugateBank(model, value[..., None, :])
     found = steps(bank, post.scheme, post.beliefs[-1], 1, alike=post.scheme.memory == 1)
     return post.followed(found, bank.observations)

@@ -16,6 +16,9 @@ from cumulant.measures.checks import holds, numbers, real, require, whole
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 
 
+NEWTON_EVERY = 25
+
+
 def sinkhorn(scores: Tensor, *, tol: float = 1e-9, max_steps: int = 1000) -> Tensor:
     """The doubly stochastic matrix exp(scores_ij + f_i + g_j): rows and columns sum to one (T27).
 
@@ -33,7 +36,7 @@ def sinkhorn(scores: Tensor, *, tol: float = 1e-9, max_steps: int = 1000) -> Ten
         ConvergenceError: `tol` was not reached; ``result`` is the matrix so far.
 
     >>> import torch
-    >>> from cumulant.filtering.attention import sinkhorn
+    >>> from cumulant.filtering import sinkhorn
     >>> sinkhorn(torch.tensor([[4.0, 1.0], [1.0, 1.0]]).log())
     tensor([[0.6667, 0.3333],
             [0.3333, 0.6667]])
@@ -61,13 +64,20 @@ def _sinkhorn(me: str, scores: Any, tol: Any, max_steps: Any) -> Tensor:
         lambda: f"{me}: a row or column of scores is -inf: nothing there can sum to one.",
     )
     f = g = torch.zeros_like(fixed[..., :1])
-    missing = torch.full_like(fixed[..., 0], math.inf)
-    for _ in range(max_steps):
+    missing = _missing(fixed, f, g)
+    for step in range(max_steps):
         f = -(fixed + g.mT).logsumexp(-1, keepdim=True)
         g = -(fixed + f).logsumexp(-2, keepdim=True).mT
-        missing = ((fixed + f + g.mT).exp().sum(-1) - 1).abs()
+        missing = _missing(fixed, f, g)
         if holds(missing <= tol):
             break
+        if step % NEWTON_EVERY == NEWTON_EVERY - 1:
+            # Where blocks hardly touch, normalizing crawls; Newton's step jumps, if it helps.
+            jump = _newton(fixed, f, g)
+            closer = _missing(fixed, *jump).amax(-1) < missing.amax(-1)
+            f, g = (
+                torch.where(closer[..., None, None], *x) for x in zip(jump, (f, g), strict=True)
+            )
     if holds(missing <= tol) is False:
         raise ConvergenceError(
             f"{me}: after {max_steps} steps a row still misses one by {float(missing.max()):.3g} "
@@ -81,6 +91,12 @@ def _sinkhorn(me: str, scores: Any, tol: Any, max_steps: Any) -> Tensor:
     for _ in range(2):
         f, g = _newton(S, f, g)
     return (S + f + g.mT).exp().to(kind)
+
+
+def _missing(S: Tensor, f: Tensor, g: Tensor) -> Tensor:
+    """By how much each row and, after it, each column misses one."""
+    P = (S + f + g.mT).exp()
+    return torch.cat([P.sum(-1), P.sum(-2)], -1).sub(1).abs()
 
 
 def _newton(S: Tensor, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +137,7 @@ def sinkhorn_attention(
         ConvergenceError: as in `sinkhorn`.
 
     >>> import torch
-    >>> from cumulant.filtering.attention import sinkhorn_attention
+    >>> from cumulant.filtering import sinkhorn_attention
     >>> q, k, v = torch.randn(3, 6, 4, dtype=torch.float64)
     >>> torch.allclose(sinkhorn_attention(q, k, v).mean(0), v.mean(0))
     True

@@ -24,7 +24,7 @@ from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
 from cumulant.filtering.smoothing import Pair, backward
 
-__all__ = ["expectation_maximization"]
+__all__ = ["expectation_maximization", "supported"]
 
 
 class _Sums(NamedTuple):
@@ -44,7 +44,6 @@ def expectation_maximization(
     free: Mapping[str, Tensor],
 ) -> tuple[float, Any]:
     """The log-likelihood of the model, and the model after one step."""
-    _supported(model, free)
     bank = GaussianBank(model, observations, inputs)
     belief, alike = bank.start()
     post = run(bank, scheme, belief, alike=alike)
@@ -77,7 +76,8 @@ def _alike(pairs: list[Pair]) -> list[tuple[int, int]]:
     return list(pairwise([0, *edges, len(pairs)]))
 
 
-def _supported(model: Any, free: Mapping[str, Tensor]) -> None:
+def supported(model: Any, free: Mapping[str, Tensor]) -> None:
+    """Raise where the closed steps of EM do not apply."""
     if getattr(model, "functions", None):
         raise InputError("fit: EM is for linear models; method='lbfgs' fits nonlinear ones.")
     for name, mask in free.items():
@@ -92,8 +92,20 @@ def _supported(model: Any, free: Mapping[str, Tensor]) -> None:
         plain = name in ("transition", "initial") or name.endswith(("noise", "covariance"))
         if not plain and not bool(mask.all()):
             raise InputError(f"fit: EM moves all of {name} or nothing; masks need method='lbfgs'.")
+    both = ("initial_mean", "initial_covariance")
+    own_start = any(model.parameters[n].ndim > len(SHAPES[n]) for n in both)
+    if own_start and any(n in free for n in both):
+        raise InputError("fit: EM learns initial_mean and initial_covariance as shared ones.")
     for which in ("dynamics", "emission"):
         parts = [which, f"{which}_bias", f"{which}_input"]
+        own = [n for n in model.parameters if n.startswith(which)]
+        if any(n in free for n in own):
+            changing = [n for n in own if model.parameters[n].ndim > len(SHAPES[n]) + 1]
+            if changing:
+                raise InputError(
+                    f"fit: EM needs {which} and all beside it constant, but {changing[0]} changes "
+                    "with time or from series to series; method='lbfgs' takes it."
+                )
         shared = [n for n in parts if n in free and model.parameters[n].ndim == len(SHAPES[n])]
         noise = model.parameters[f"{which}_noise"].ndim == 2
         own = [n for n in parts if n in free and n not in shared]
@@ -111,8 +123,6 @@ def _initial(model: Any, first: Belief, free: Mapping[str, Tensor]) -> dict[str,
     if "initial" in free:
         out["initial"] = first.log_weights.logsumexp(-2).exp().reshape(-1, M).mean(0)
     if "initial_mean" in free or "initial_covariance" in free:
-        if any(model.parameters[n].ndim > len(SHAPES[n]) for n in ("initial_mean",)):
-            raise InputError("fit: EM learns initial_mean and initial_covariance as shared ones.")
         mean, covariance = (
             (x.flatten(0, -k - 1) for k, x in enumerate(whole(first), 1))
             if (first.log_weights.ndim > 2)
@@ -124,7 +134,8 @@ def _initial(model: Any, first: Belief, free: Mapping[str, Tensor]) -> dict[str,
             out["initial_mean"] = center
         if "initial_covariance" in free:
             spread = covariance + away[..., :, None] * away[..., None, :]
-            out["initial_covariance"] = symmetric(spread.mean(0))
+            mask = free["initial_covariance"]
+            out["initial_covariance"] = symmetric(spread.mean(0)) * (mask | mask.mT)
     return out
 
 

@@ -27,8 +27,8 @@ LABELS = {
     *("quarter", "row", "step", "t", "time", "timestamp", "week", "year"),
 }
 STATE = ("dynamics", "dynamics_noise", "emission", "initial_mean", "initial_covariance")
-NEEDED = ("transition", "initial", "emission_noise", *STATE)
-OPTIONAL = ("dynamics_bias", "emission_bias", "dynamics_input", "emission_input")
+NEEDED = ("transition", "emission_noise", *STATE)
+OPTIONAL = ("initial", "dynamics_bias", "emission_bias", "dynamics_input", "emission_input")
 
 
 class Series(NamedTuple):
@@ -107,6 +107,8 @@ def _cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     except csv.Error as error:
         raise InputError(f"{path} is not a CSV file: {error}.") from None
     rows = list(dropwhile(lambda row: not any(row[1]), rows))
+    if not rows:
+        raise InputError(f"{path} holds empty cells only.")
     names = [x or ("" if k == 0 else f"column {k + 1}") for k, x in enumerate(rows[0][1])]
     if any(_is_number(x) for x in names) and all(_is_number(x) for x in names if x):
         raise InputError(
@@ -207,10 +209,13 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     >>> model.emission_noise.flatten().tolist(), names
     ([1.0, 9.0], Names(modes=['calm', 'turbulent'], states=['state 1']))
     """
+    text = _text(Path(path))
     try:
-        given = tomllib.loads(_text(Path(path)))
+        given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not valid TOML: {error}.") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: a number is too long, or arrays are nested too deep.") from None
     valid = ("names", "states", *NEEDED, *OPTIONAL)
     unknown = [key for key in given if key not in valid]
     if unknown:
@@ -223,8 +228,8 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
         raise InputError(
             f"{path}: {', '.join(absent)} {'is' if absent[1:] == [] else 'are'} missing."
         )
-    arrays = {key: _array(path, key, x) for key, x in given.items() if key in SHAPES}
-    arrays |= {key: _array(path, key, given[key]) for key in ("transition", "initial")}
+    numeric = ("transition", "initial", *SHAPES)
+    arrays = {key: _array(path, key, x) for key, x in given.items() if key in numeric}
     try:
         model = SwitchingLinearGaussian(**_expanded(arrays, stateless))
     except InputError as error:
@@ -240,7 +245,10 @@ def _array(path: Any, key: str, value: Any) -> Tensor:
 
     def shape(x: Any) -> tuple[int, ...]:
         if isinstance(x, int | float) and not isinstance(x, bool):
-            found.append(float(x))
+            try:
+                found.append(float(x))
+            except OverflowError:
+                raise InputError(f"{path}: {key} holds a number too large.") from None
             return ()
         if not isinstance(x, list):
             raise InputError(f"{path}: {key} must hold numbers only, not {x!r}.")

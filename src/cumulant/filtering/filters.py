@@ -6,21 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
-from cumulant.filtering.checks import series
+from cumulant.filtering.checks import next_row, real_numbers, series
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,
     filter_conjugate,
     update_conjugate,
 )
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model, gaussian_posterior
+from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
-from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
 
 __all__ = ["filter", "log_likelihood", "run", "update"]
@@ -88,6 +87,8 @@ def run(
     """All steps of a bank, from a belief on."""
     if stateless(bank):
         found = chain(bank, belief)
+        if progress is not None:
+            progress(len(found.step_totals), len(found.step_totals))
     else:
         count = bank.observations.shape[-2]
         found = steps(bank, scheme, belief, count, alike=alike, first=bank.first, progress=progress)
@@ -125,21 +126,22 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
         return update_conjugate(post, y)
     gaussian_posterior("update", post)
     model = post.model
-    value = torch.as_tensor(y, dtype=post.observations[0].dtype, device=model.device)
-    want = (*post.observations[0].shape[:-2], model.observation_dimension)
-    if tuple(value.shape) != want:
-        raise InputError(
-            f"update: y must be the next observation of each series, shape {want}, not "
-            f"{tuple(value.shape)}."
-        )
-    if bool(value.isinf().any()):
-        raise InputError("update: y holds an infinity; NaN marks what is missing.")
+    past = post.observations[0]
+    value = next_row("update", y, past, (*past.shape[:-2], model.observation_dimension))
     u = None
     if inputs is not None or model.input_dimension:
-        given = None if inputs is None else torch.as_tensor(inputs)[..., None, :]
+        given = None
+        if inputs is not None:
+            given = real_numbers("update", "inputs", inputs, value.dtype, value.device)
+            want = (*value.shape[:-1], model.input_dimension)
+            if tuple(given.shape) != want:
+                raise InputError(
+                    f"update: inputs must have shape {want}, not {tuple(given.shape)}."
+                )
+            given = given[..., None, :]
         u = inputs_of("update", model, given, 1, value)
     bank = GaussianBank(model, value[..., None, :], u, first=post.first + post.steps)
     more = run(bank, post.scheme, post.beliefs[-1], alike=post.scheme.memory == 1)
     found = Run(more.beliefs, more.step_totals, more.log_predicted)
-    past = () if u is None else (*(post.inputs or ()), u)
-    return replace(post.followed(found, bank.observations), inputs=past or None)
+    all_inputs = () if u is None else (*(post.inputs or ()), u)
+    return replace(post.followed(found, bank.observations), inputs=all_inputs or None)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.filtering.checks import series
-from cumulant.filtering.em import expectation_maximization
+from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.gaussian import inputs_of
 from cumulant.filtering.model import SHAPES, gaussian_model
 from cumulant.filtering.parameters import Coordinates, coordinates
-from cumulant.filtering.recursion import Scheme, scheme_of
+from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.measures.checks import generator_of, real, whole
 
 __all__ = ["Fit", "fit"]
@@ -147,22 +147,69 @@ def fit(
     >>> cm.filtering.fit(model, y, collapse="gpb1").model.emission_bias.flatten()
     tensor([0.0167, 5.0500], dtype=torch.float64)
     """
+    with torch.inference_mode(False), torch.enable_grad():
+        return _fit(
+            model,
+            observations,
+            free,
+            _Plan(method, collapse, starts, spread, seed, max_steps, tol, order_by),
+            standard_errors,
+            (lengths, inputs),
+            progress,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to search."""
+
+    method: Any
+    collapse: Any
+    starts: Any
+    spread: Any
+    seed: Any
+    max_steps: Any
+    tol: Any
+    order_by: Any
+
+
+def _fit(
+    model: Any,
+    observations: Any,
+    free: Any,
+    plan: _Plan,
+    standard_errors: bool,
+    more: tuple[Any, Any],
+    progress: Progress | None,
+) -> Fit:
+    method, order_by, (lengths, inputs) = plan.method, plan.order_by, more
     if method not in ("lbfgs", "em"):
         raise InputError(f"fit: method must be 'lbfgs' or 'em', not {method!r}.")
     gaussian_model("fit", model)
-    tol = real("fit", "tol", tol, least=0.0)
-    spread = real("fit", "spread", spread, least=0.0)
-    starts = whole("fit", "starts", starts, 1)
-    max_steps = whole("fit", "max_steps", max_steps, 1)
+    tol = real("fit", "tol", plan.tol, least=0.0)
+    spread = real("fit", "spread", plan.spread, least=0.0)
+    starts = whole("fit", "starts", plan.starts, 1)
+    max_steps = whole("fit", "max_steps", plan.max_steps, 1)
+    if progress is not None and not callable(progress):
+        raise InputError(f"fit: progress must be a function, not {progress!r}.")
     y = series("fit", model, observations, lengths)
+    y = y.clone() if y.is_inference() else y
     problem = _Problem(
-        y, inputs_of("fit", model, inputs, y.shape[-2], y), scheme_of("fit", collapse)
+        y, inputs_of("fit", model, inputs, y.shape[-2], y), scheme_of("fit", plan.collapse)
     )
+    n, batch = model.state_dimension, y.shape[:-2].numel()
+    bounded(problem.scheme, model.modes, batch * model.modes * (n + n * n), y.shape[-2])
     model = model.to(y.dtype)
+    model = model.unchecked(
+        {name: x.clone() for name, x in model.parameters.items() if x.is_inference()}
+    )
     found = coordinates(model, free)
+    _order(found, model, order_by)
+    if 0 in y.shape:
+        raise InputError("fit: there are no series to fit to.")
     begin = found.vector(model)
-    generator = generator_of("fit", seed)
-    best, reached = _Best(begin), list[float]()
+    generator = generator_of("fit", plan.seed)
+    best, reached, run = _Best(begin), list[float](), _Best(begin)
     for s in range(starts):
         beside = torch.randn(begin.shape, generator=generator).to(begin) if s else 0.0
         run = _Best(begin + spread * beside)
@@ -172,21 +219,24 @@ def fit(
         if run.value > best.value:
             best = run
         if run.message == INTERRUPTED:
+            best.message, best.converged = INTERRUPTED, False
             break
     if not math.isfinite(best.value):
         raise InputError(
-            f"fit: no start has a finite log-likelihood ({best.message or 'none was found'}). "
+            f"fit: no start has a finite log-likelihood ({run.message or 'none was found'}). "
             "Check the model with filter first."
         )
     with torch.no_grad():
-        fitted = _ordered(found, found.at(best.vector), order_by)
+        fitted = found.at(best.vector)
+        order = _order(found, fitted, order_by)
+        fitted = fitted.permute(order)
     errors, message = None, best.message
     if standard_errors:
-        errors = _standard_errors(problem, found.moved(fitted))
+        errors = _standard_errors(problem, found, fitted, order)
         if errors is None:
             message += (
                 "; no standard errors: the Hessian is not negative definite, so some parameters "
-                "are not identified by these data or lie on the edge"
+                "are not identified by these data or lie on the edge, as a variance near zero does"
             )
     return Fit(
         model._again({n: x.detach() for n, x in fitted.parameters.items()}),
@@ -250,6 +300,8 @@ def _lbfgs(
         return
     best.converged = bool(out.success)
     best.message = str(out.message).lower()
+    if best.message.startswith("abnormal"):
+        best.message = "the line search found nothing better"
 
 
 def _em(
@@ -262,6 +314,7 @@ def _em(
 ) -> None:
     model, count = found.at(best.vector), max(int((~problem.observations.isnan()).sum()), 1)
     names = {b.name: b.mask for b in found.blocks}
+    supported(model, names)
     try:
         for _ in range(max_steps):
             with torch.no_grad():
@@ -286,31 +339,38 @@ def _em(
         best.message = "max_steps reached"
     except KeyboardInterrupt:
         best.message = INTERRUPTED
+    except (InputError, torch.linalg.LinAlgError):
+        best.message = "stopped: a variance goes to zero, or a mode is never visited"
 
 
-def _ordered(found: Coordinates, model: Any, order_by: Any) -> Any:
+def _order(found: Coordinates, model: Any, order_by: Any) -> list[int]:
+    """Which mode comes first, second, ..."""
+    as_is = list(range(model.modes))
     if order_by is False or model.modes == 1:
-        return model
+        return as_is
     if order_by is None:
         order_by = _telling(found, model)
         if order_by is None:
-            return model
+            return as_is
     if callable(order_by):
         key: Any = order_by(model)
-    elif order_by in SHAPES and order_by in model.parameters:
+    elif isinstance(order_by, str) and order_by in SHAPES and order_by in model.parameters:
         key = _size(model, order_by)
     else:
         raise InputError(
             f"fit: order_by must be a function of the model, False, or one of "
             f"{', '.join(n for n in SHAPES if n in model.parameters)}, not {order_by!r}."
         )
-    key = torch.as_tensor(key)
+    try:
+        key = torch.as_tensor(key)
+    except (TypeError, ValueError, RuntimeError):
+        key = torch.zeros(())
     if key.shape != (model.modes,):
         raise InputError(
             f"fit: order_by must give one number for each of the {model.modes} modes; it gave "
             f"shape {tuple(key.shape)}."
         )
-    return model.permute(key.argsort(stable=True).tolist())
+    return key.argsort(stable=True).tolist()
 
 
 def _size(model: Any, name: str) -> Tensor:
@@ -340,9 +400,15 @@ def _telling(found: Coordinates, model: Any) -> str | None:
     return None
 
 
-def _standard_errors(problem: _Problem, found: Coordinates) -> dict[str, Tensor] | None:
+def _standard_errors(
+    problem: _Problem, found: Coordinates, model: Any, order: list[int]
+) -> dict[str, Tensor] | None:
     """Square roots of the diagonal of J H^-1 J', J from coordinates to parameters."""
-    vector = found.vector(found.model).requires_grad_()
+    try:
+        found = found.moved(model, order)
+        vector = found.vector(model).requires_grad_()
+    except (InputError, torch.linalg.LinAlgError):  # a covariance has become singular
+        return None
     (slope,) = torch.autograd.grad(problem.value(found.at(vector)), vector, create_graph=True)
     rows = [torch.autograd.grad(s, vector, retain_graph=True)[0] for s in slope]
     information = -torch.stack(rows)

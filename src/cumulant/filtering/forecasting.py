@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.errors import InputError
 from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model, gaussian_posterior
-from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.posterior import Posterior, gaussian_posterior
+from cumulant.filtering.recursion import Scheme
 from cumulant.measures.checks import generator_of, whole
 
 __all__ = ["Sample", "forecast", "sample"]
@@ -47,7 +49,9 @@ def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Po
     nothing = seen.new_full((*seen.shape[:-2], steps, seen.shape[-1]), torch.nan)
     u = inputs_of("forecast", post.model, inputs, steps, nothing)
     bank = GaussianBank(post.model, nothing, u, first=post.first + post.steps)
-    return run(bank, post.scheme, post.beliefs[-1], alike=False)
+    # GPB1 would forget between steps which state belongs to which mode.
+    scheme = post.scheme if post.scheme.memory != 1 else Scheme(2, False, post.scheme.name)
+    return run(bank, scheme, post.beliefs[-1], alike=False)
 
 
 class Sample(NamedTuple):
@@ -61,7 +65,7 @@ class Sample(NamedTuple):
 def sample(
     model: Any,
     steps: int,
-    size: tuple[int, ...] = (),
+    size: tuple[int, ...] | int = (),
     *,
     inputs: Tensor | None = None,
     seed: int | None = None,
@@ -86,11 +90,16 @@ def sample(
     """
     gaussian_model("sample", model)
     steps = whole("sample", "steps", steps, 1)
-    size = tuple(whole("sample", "size", s, 0) for s in size)
+    size = (size,) if isinstance(size, int) else size
+    try:
+        size = tuple(whole("sample", "size", s, 0) for s in size)
+    except TypeError:
+        raise InputError(f"sample: size must be a tuple of whole numbers, not {size!r}.") from None
     device, kind = model.device, model.dtype
     blank = torch.full((*size, steps, model.observation_dimension), torch.nan).to(device, kind)
     bank = GaussianBank(model, blank, inputs_of("sample", model, inputs, steps, blank))
-    generator = generator_of("sample", torch.seed() if seed is None else seed)
+    # Without a seed, the global generator decides, so that torch.manual_seed does too.
+    generator = generator_of("sample", int(torch.randint(1 << 62, ())) if seed is None else seed)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like)
@@ -113,6 +122,11 @@ def sample(
 
     with torch.no_grad():
         belief, _ = bank.start()
+        if belief.log_weights.shape[:-2] != size:
+            raise InputError(
+                f"sample: the model has batch shape {tuple(belief.log_weights.shape[:-2])}, which "
+                f"size {size} must end in or equal."
+            )
         mode = draw(belief.log_weights.expand(*size, 1, -1)[..., 0, :])
         center = pick(belief.message[0], mode, 1)
         state = (

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.filtering import moments
+from cumulant.filtering.checks import real_numbers
 from cumulant.filtering.moments import Affine
-from cumulant.filtering.recursion import LOG_ZERO, Belief, Message
-from cumulant.measures.checks import broadcast, holds
+from cumulant.filtering.recursion import Belief, Message
+from cumulant.measures.checks import broadcast, holds, require
 
 __all__ = ["GaussianBank", "inputs_of"]
 
@@ -49,7 +50,8 @@ class _OverTime:
 
 def log_probability(p: Tensor) -> Tensor:
     """log p. What is exactly zero is forbidden for good: it has no derivative."""
-    return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, LOG_ZERO)
+    least = -1e-8 * torch.finfo(p.dtype).max  # far below any likelihood, and finite
+    return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, least)
 
 
 def stationary(transition: Tensor) -> Tensor:
@@ -72,13 +74,15 @@ def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> 
         )
     if inputs is None:
         raise InputError(f"{owner}: the model takes {m} inputs at each step: give inputs=.")
-    u = torch.as_tensor(inputs, dtype=like.dtype, device=like.device)
+    u = real_numbers(owner, "inputs", inputs, like.dtype, like.device)
+    u = u.to(like.device, like.dtype)
     if u.ndim < 2 or u.shape[-1] != m or u.shape[-2] != steps:
         raise InputError(
             f"{owner}: inputs must have shape (*batch, {steps}, {m}), not {tuple(u.shape)}."
         )
-    if not bool(u.isfinite().all()):
-        raise InputError(f"{owner}: inputs must be finite; only observations may be missing.")
+    require(
+        u.isfinite(), lambda: f"{owner}: inputs must be finite; only observations may be missing."
+    )
     return u
 
 
@@ -90,7 +94,6 @@ class GaussianBank:
     ) -> None:
         self.model, self.observations, self.inputs = model, observations, inputs
         self.first = first
-        kind = observations.dtype
         last = first + observations.shape[-2]
         if model.steps is not None and model.steps < last:
             raise InputError(
@@ -98,25 +101,8 @@ class GaussianBank:
                 "for: give parameters for all steps."
             )
 
-        def steps(name: str, event: int) -> Tensor | None:
-            """A parameter over the steps of this bank."""
-            x = model.steps_of(name)
-            if x is None:
-                return None
-            varies = x.ndim > event + 1 and x.shape[-event - 2] > 1
-            return (x.narrow(-event - 2, first, last - first) if varies else x).to(kind)
-
-        def over_time(name: str, event: int) -> _OverTime:
-            x = steps(name, event)
-            assert x is not None
-            return _OverTime(x, event)
-
-        self._steps = steps
-        self._log_transition = over_time("transition", 1).map(log_probability)
-        self._parts = {
-            "dynamics": self._affine("dynamics", over_time),
-            "emission": self._affine("emission", over_time),
-        }
+        self._log_transition = self._over_time("transition", 1).map(log_probability)
+        self._parts = {which: self._affine(which) for which in ("dynamics", "emission")}
         value = observations[..., None, None, :]
         missing = value.isnan()
         self.seen = None
@@ -125,16 +111,33 @@ class GaussianBank:
             value = value.masked_fill(missing, 0.0)
         self.value = value
 
-    def _affine(self, which: str, over_time: Any) -> tuple[_OverTime, _OverTime, _OverTime]:
+    def _steps(self, name: str, event: int) -> Tensor | None:
+        """A parameter over the steps of this bank."""
+        x = self.model.steps_of(name)
+        if x is None:
+            return None
+        varies = x.ndim > event + 1 and x.shape[-event - 2] > 1
+        count = self.observations.shape[-2]
+        x = x.narrow(-event - 2, self.first, count) if varies else x
+        return x.to(self.observations.dtype)
+
+    def _over_time(self, name: str, event: int) -> _OverTime:
+        x = self._steps(name, event)
+        assert x is not None
+        return _OverTime(x, event)
+
+    def _affine(self, which: str) -> tuple[_OverTime, _OverTime, _OverTime]:
         model, kind = self.model, self.observations.dtype
-        matrix = over_time(which, 2)
-        noise = over_time(f"{which}_noise", 2).map(moments.symmetric)
+        matrix = self._over_time(which, 2)
+        noise = self._over_time(f"{which}_noise", 2).map(moments.symmetric)
         bias = self._steps(f"{which}_bias", 1)
         size = model.state_dimension if which == "dynamics" else model.observation_dimension
         if bias is None:
             bias = torch.zeros(model.modes, size, dtype=kind, device=model.device)
         effect = self._steps(f"{which}_input", 2)
         if effect is not None and self.inputs is not None:
+            lead = self.inputs.shape[:-2], effect.shape[: max(effect.ndim - 4, 0)]
+            broadcast("filter", inputs=lead[0], **{f"{which}_input": lead[1]})
             bias = bias + (effect @ self.inputs[..., None, :, None])[..., 0]
         return matrix, _OverTime(bias, 1), noise
 

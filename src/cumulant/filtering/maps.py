@@ -16,7 +16,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.filtering.checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
-from cumulant.measures.checks import broadcast, finite, numbers, positive, require
+from cumulant.measures.checks import broadcast, finite, numbers, positive, require, whole
 from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
@@ -81,8 +81,8 @@ class Merge(Map):
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         try:
-            self.groups = [[int(k) for k in group] for group in groups]
-        except (TypeError, ValueError):
+            self.groups = [[whole("", "", k, 0) for k in group] for group in groups]
+        except (TypeError, InputError):
             self.groups = []
         named = sorted(k for group in self.groups for k in group)
         if named != list(range(len(named))) or not all(self.groups) or len(self.groups) < 2:
@@ -106,7 +106,9 @@ class Permute(Merge):
     """Coordinates of a Dirichlet in another order: the new x_k is the old x_order[k]."""
 
     def __init__(self, order: Sequence[int] | Tensor) -> None:
-        super().__init__(torch.as_tensor(order).reshape(-1, 1).tolist())
+        if isinstance(order, Tensor):
+            order = order.tolist()
+        super().__init__([[k] for k in order] if isinstance(order, list | tuple) else [])
 
 
 class Linear(Map):

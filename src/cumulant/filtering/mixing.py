@@ -60,7 +60,7 @@ def transition_from_mixing(mixing: Tensor, marginal: Tensor | None = None) -> In
         InputError: what should be probabilities is none.
 
     >>> import torch
-    >>> from cumulant.filtering.attention import transition_from_mixing
+    >>> from cumulant.filtering import transition_from_mixing
     >>> A = torch.tensor([[0.9, 0.8], [0.1, 0.2]])
     >>> [bool(transition_from_mixing(A, pi).consistent) for pi in (None, torch.ones(2) / 2)]
     [True, False]
@@ -81,6 +81,8 @@ def transition_from_mixing(mixing: Tensor, marginal: Tensor | None = None) -> In
                 f"{me}: marginal must hold one probability for each mode, shape ({n},) or "
                 f"{tuple(A.shape[:-1])}, not {tuple(pi.shape)}."
             )
+        if holds(pi >= 0) is None or holds(A >= 0) is None:
+            raise InputError(f"{me}: with a marginal it cannot run inside vmap; pass a batch.")
         pi = _probabilities(me, "marginal", pi).expand(A.shape[:-1])
         c = _nonnegative(A, pi)
     joint = A * c[..., None, :]

@@ -18,9 +18,9 @@ from cumulant.filtering.checks import (
     stochastic,
 )
 from cumulant.filtering.moments import Affine
-from cumulant.measures.checks import finite, numbers
+from cumulant.measures.checks import HALF, finite, numbers, whole
 
-__all__ = ["SwitchingLinearGaussian", "gaussian_model", "gaussian_posterior"]
+__all__ = ["SwitchingLinearGaussian", "gaussian_model"]
 
 # Names and the dimensions behind the mode: n state, p observation, m input.
 SHAPES = {
@@ -36,6 +36,10 @@ SHAPES = {
     "initial_covariance": "nn",
 }
 COVARIANCES = ("dynamics_noise", "emission_noise", "initial_covariance")
+REQUIRED = (
+    *("transition", "dynamics", "dynamics_noise", "emission", "emission_noise"),
+    *("initial_mean", "initial_covariance"),
+)
 TIMELESS = ("initial", "initial_mean", "initial_covariance")
 
 
@@ -49,11 +53,6 @@ def gaussian_model(owner: str, model: Any) -> None:
             f"{owner}: model must be a SwitchingLinearGaussian or SwitchingNonlinear, not "
             f"{type(model).__name__}.{hint}"
         )
-
-
-def gaussian_posterior(owner: str, post: Any) -> None:
-    """Raise unless this is what `filter` says about such a model."""
-    gaussian_model(owner, getattr(post, "model", post))
 
 
 class SwitchingLinearGaussian:
@@ -128,9 +127,15 @@ class SwitchingLinearGaussian:
             "initial_covariance": initial_covariance,
         }
         owner = type(self).__name__
+        for name in REQUIRED:
+            if given[name] is None:
+                raise InputError(f"{owner}: {name} is required.")
+        half = [n for n in ("transition", "initial") if getattr(given[n], "dtype", None) in HALF]
         got, _ = numbers(owner, **{name: x for name, x in given.items() if x is not None})
         for name, x in got.items():
             finite(owner, name, x)
+        for name in half:  # probabilities of half precision do not sum to one
+            got[name] = got[name] / got[name].sum(-1, keepdim=True)
         self.parameters: Mapping[str, Tensor] = got
         M = self.modes = stochastic(owner, got["transition"])
         if "initial" in got:
@@ -220,14 +225,19 @@ class SwitchingLinearGaussian:
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The model with its parameters in another precision or place, as ``Tensor.to``."""
-        return self._again({n: x.to(*args, **kwargs) for n, x in self.parameters.items()})
+        moved = {n: x.to(*args, **kwargs) for n, x in self.parameters.items()}
+        if not moved["transition"].is_floating_point():
+            raise InputError(f"to: a model is not made of {moved['transition'].dtype}.")
+        return self._again(moved)
 
     def permute(self, order: Sequence[int]) -> Self:
         """The same model with its modes in another order."""
+        try:
+            order = [whole("permute", "order", k, 0) for k in order]
+        except (TypeError, InputError):
+            order = []
         if sorted(order) != list(range(self.modes)):
-            raise InputError(
-                f"permute: order must name each mode 0 to {self.modes - 1} once, not {order!r}."
-            )
+            raise InputError(f"permute: order must name each mode 0 to {self.modes - 1} once.")
         at = torch.as_tensor(list(order), device=self.device)
         out: dict[str, Tensor] = {}
         for name, x in self.parameters.items():
@@ -289,6 +299,12 @@ class SwitchingLinearGaussian:
         ...     initial_mean=torch.zeros(2), initial_covariance=torch.eye(2))
         SwitchingLinearGaussian(modes=2, state_dimension=2, observation_dimension=1)
         """
+        embeddings = _matrices("embeddings", embeddings)
+        dynamics = _matrices("dynamics", dynamics)
+        dynamics_noise = _matrices("dynamics_noise", dynamics_noise)
+        emission = _matrices("emission", emission)
+        if dynamics_bias is not None:
+            dynamics_bias = _matrices("dynamics_bias", dynamics_bias, 1)
         maps: list[Tensor] = []
         for j, E in enumerate(embeddings):
             if E.ndim != 2 or E.shape[0] != embeddings[0].shape[0] or E.shape[1] > E.shape[0]:
@@ -308,7 +324,7 @@ class SwitchingLinearGaussian:
                     f"embedded: {name} has {len(items)} entries for {len(embeddings)} embeddings."
                 )
             for j, (x, into) in enumerate(zip(items, embeddings, strict=True)):
-                own = [into.shape[1] if c == "n" else x.shape[-2] for c in SHAPES[name]]
+                own = [into.shape[1] if c == "n" else items[0].shape[-2] for c in SHAPES[name]]
                 if list(x.shape) != own:
                     raise InputError(
                         f"embedded: {name} of mode {j} must be {tuple(own)} to fit its embedding "
@@ -326,3 +342,19 @@ class SwitchingLinearGaussian:
         if dynamics_bias is not None:
             whole["dynamics_bias"] = [E @ b for E, b in zip(embeddings, dynamics_bias, strict=True)]
         return cls(**{name: torch.stack(list(x)) for name, x in whole.items()}, **rest)
+
+
+def _matrices(name: str, given: Any, dimensions: int = 2) -> list[Tensor]:
+    """A list of matrices (or vectors) of one dtype, one for each mode."""
+    what = "matrices" if dimensions == 2 else "vectors"
+    if not isinstance(given, list | tuple) or not given:
+        raise InputError(f"embedded: {name} must be a list of {what}, one for each mode.")
+    got, _ = numbers("embedded", **{f"{name} of mode {j}": x for j, x in enumerate(given)})
+    for label, x in got.items():
+        finite("embedded", label, x)
+        if x.ndim != dimensions:
+            raise InputError(
+                f"embedded: {name} must be a list of {what}, but {label} has shape "
+                f"{tuple(x.shape)}."
+            )
+    return list(got.values())

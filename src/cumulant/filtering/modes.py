@@ -24,50 +24,50 @@ def stateless(bank: GaussianBank) -> bool:
     return bank.model.state_dimension == 0 and bank.model.modes <= MOST_MODES
 
 
-def _factors(bank: GaussianBank, start: Belief) -> Tensor:
-    """log E_t for all t, ``(*batch, T, M, M)``, in double precision."""
+def _factors(bank: GaussianBank, start: Belief) -> tuple[Tensor, Tensor]:
+    """log E_t for all t, ``(*batch, T, M, M)``, in double precision, and what was taken off."""
     y = bank.observations
     M = bank.model.modes
     nothing = y.new_zeros(*y.shape[:-1], 1, M, 0), y.new_zeros(*y.shape[:-1], 1, M, 0, 0)
     _, log_likelihood = bank.observe(nothing, None)
-    each = bank.log_transition(None) + log_likelihood[..., None, :]
-    each = each.squeeze(-3).double()
-    return each.expand(*start.log_weights.shape[:-2], y.shape[-2], M, M)
+    log_likelihood = log_likelihood.double()
+    size = log_likelihood.detach().amax(-1, keepdim=True)
+    each = bank.log_transition(None).double() + (log_likelihood - size)[..., None, :]
+    shape = (*start.log_weights.shape[:-2], y.shape[-2])
+    return each.squeeze(-3).expand(*shape, M, M), size[..., 0, 0].expand(shape)
 
 
 def log_total(bank: GaussianBank, start: Belief) -> Tensor:
     """log p(y_1..T), ``(*batch,)``: the product alone, neighbors first."""
-    product = _factors(bank, start)
+    product, size = _factors(bank, start)
+    scale = size.sum(-1)
     while (count := product.shape[-3]) > 1:
         pairs = product[..., : count - count % 2, :, :].unflatten(-3, (-1, 2))
-        joined = _times(pairs[..., 0, :, :], pairs[..., 1, :, :])
+        joined, taken = _times(pairs[..., 0, :, :], pairs[..., 1, :, :])
+        scale = scale + taken.sum((-3, -2, -1))
         left = product[..., count - count % 2 :, :, :]
         product = torch.cat([joined, left], -3) if count % 2 else joined
     last = (start.log_weights.double()[..., None] + product).flatten(-3)
-    return last.logsumexp(-1)
-
-
-def log_joint(bank: GaussianBank, start: Belief) -> Tensor:
-    """log p(y_1..t, A_t) for all t, ``(*batch, T, M)``, in double precision."""
-    product = _factors(bank, start)
-    count, reach = product.shape[-3], 1
-    while reach < count:
-        later = _times(product[..., :-reach, :, :], product[..., reach:, :, :])
-        product = torch.cat([product[..., :reach, :, :], later], -3)
-        reach *= 2
-    return (start.log_weights.double()[..., None] + product).logsumexp(-2)
+    return last.logsumexp(-1) + scale
 
 
 def chain(bank: GaussianBank, start: Belief) -> Run:
     """All steps at once."""
     kind = bank.observations.dtype
-    joint = log_joint(bank, start)
-    total = joint.logsumexp(-1)
-    totals = total.diff(dim=-1, prepend=torch.zeros_like(total[..., :1]))
+    product, size = _factors(bank, start)
+    factors = product
+    count, reach = product.shape[-3], 1
+    while reach < count:
+        later, _ = _times(product[..., :-reach, :, :], product[..., reach:, :, :])
+        product = torch.cat([product[..., :reach, :, :], later], -3)
+        reach *= 2
+    first = start.log_weights.double()
+    after = (first[..., None] + product).logsumexp(-2).log_softmax(-1)
+    # With the weights before each step, its likelihood and prediction are sums by themselves.
+    before = torch.cat([first, after[..., :-1, :]], -2)[..., None]
+    totals = (before + factors).flatten(-2).logsumexp(-1) + size
     whole_numbers(totals, bank.first)
-    after = joint - total[..., None]
-    before = torch.cat([start.log_weights.double(), after[..., :-1, :]], -2)
-    moved = before[..., None, :, None] + bank.log_transition(None).double()
+    moved = before.unsqueeze(-3) + bank.log_transition(None).double()
     predicted = moved.squeeze(-3).logsumexp(-2).to(kind)
     weights = after.to(kind)[..., None, :].unbind(-3)
     return Run(
@@ -77,6 +77,11 @@ def chain(bank: GaussianBank, start: Belief) -> Run:
     )
 
 
-def _times(first: Tensor, second: Tensor) -> Tensor:
-    """The product of matrices of logarithms."""
-    return (first[..., :, :, None] + second[..., None, :, :]).logsumexp(-2)
+def _times(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of matrices of logarithms, its largest entry taken off, and that entry.
+
+    So one step of huge density, or none, does not swamp what the others say about the modes.
+    """
+    out = (first[..., :, :, None] + second[..., None, :, :]).logsumexp(-2)
+    size = out.detach().amax((-2, -1), keepdim=True)
+    return out - size, size

@@ -6,7 +6,6 @@ current modes. An observation leaves a sum of squares, made symmetric.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -41,7 +40,6 @@ def symmetric(x: Tensor) -> Tensor:
     return (x + x.mT) / 2
 
 
-@lru_cache
 def identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The identity matrix."""
     return torch.eye(n, dtype=dtype, device=device)

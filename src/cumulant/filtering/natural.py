@@ -6,6 +6,7 @@ an observation adds t(y), and a mixture is projected by matching the family's ow
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,7 @@ class ConjugateBank:
         return (projected(self.family, log_weights, message[0]),)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ConjugatePosterior(Filtered):
     """Modes and states given the observations so far; fields are computed when asked for.
 
@@ -171,6 +172,10 @@ class ConjugatePosterior(Filtered):
 
     def measure(self, t: int = -1) -> Any:
         """The M-projected law of x_t, batch shape ``(*batch,)``; of the last step if left out."""
+        try:
+            t = operator.index(t)
+        except TypeError:
+            raise InputError(f"measure: t must be a whole number, not {t!r}.") from None
         if not -self.steps <= t < self.steps:
             raise InputError(f"measure: t must be one of the {self.steps} steps, not {t}.")
         log_weights, (theta,) = flat(self.beliefs[1:][t])

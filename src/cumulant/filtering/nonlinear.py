@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
-from cumulant.filtering.model import SwitchingLinearGaussian
+from cumulant.filtering.model import REQUIRED, SwitchingLinearGaussian
 from cumulant.filtering.moments import Affine, symmetric
+from cumulant.measures.checks import whole
 
 __all__ = ["SwitchingNonlinear"]
 
@@ -64,8 +65,10 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
     ) -> None:
         if method not in ("ekf", "ukf"):
             raise InputError(f"SwitchingNonlinear: method must be 'ekf' or 'ukf', not {method!r}.")
-        mean = torch.as_tensor(initial_mean)
-        n, p = mean.shape[-1] if mean.ndim else 0, torch.as_tensor(emission_noise).shape[-1:]
+        if not isinstance(initial_mean, Tensor) or not isinstance(emission_noise, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError("SwitchingNonlinear: initial_mean and emission_noise must be tensors.")
+        mean = initial_mean
+        n, p = mean.shape[-1] if mean.ndim else 0, emission_noise.shape[-1:]
         if n < 1 or not p:
             raise InputError(
                 "SwitchingNonlinear: initial_mean must have shape (..., n), n >= 1, and "
@@ -82,7 +85,8 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
             initial_mean=initial_mean,
             initial_covariance=initial_covariance,
         )
-        self.method, self.input_dimension = method, input_dimension
+        self.method = method
+        self.input_dimension = whole("SwitchingNonlinear", "input_dimension", input_dimension, 0)
         self.functions = {
             "dynamics": self._functions("dynamics", dynamics, n),
             "emission": self._functions("emission", emission, p[0]),
@@ -99,7 +103,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
         x = x.reshape(-1, x.shape[-1])[0]
         u = (x.new_zeros(self.input_dimension),) if self.input_dimension else ()
         for j, f in enumerate(found):
-            y: Any = f(x, *u)
+            y: Any = f(x.clone(), *u)
             if not isinstance(y, Tensor) or y.shape != (size,):
                 came = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
                 raise InputError(
@@ -111,7 +115,13 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
     def _again(self, given: Mapping[str, Any]) -> Any:
         rest = {n: x for n, x in given.items() if n not in ("dynamics", "emission")}
         own: Any = {"method": self.method, "input_dimension": self.input_dimension}
-        return type(self)(**rest, **self.functions, **own)
+        for name, functions in self.functions.items():
+            new = given.get(name)
+            own[name] = functions if new is None or isinstance(new, Tensor) else new
+        unknown = rest.keys() - {*REQUIRED, "initial"}
+        if unknown:
+            raise InputError(f"replace: a nonlinear model has no {', '.join(sorted(unknown))}.")
+        return type(self)(**rest, **own)
 
     def permute(self, order: Sequence[int]) -> Any:
         """The same model with its modes in another order."""
@@ -141,22 +151,38 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
 
 def _rows(f: Function, x: Tensor, u: Tensor | None) -> Tensor:
     """f of every state ``(..., n)``."""
-    flat = x.reshape(-1, x.shape[-1])
-    if u is None:
-        out = torch.vmap(f)(flat)
-    else:
-        out = torch.vmap(f)(flat, u.expand(*x.shape[:-1], u.shape[-1]).reshape(-1, u.shape[-1]))
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+    return _mapped(f, x, u).reshape(*x.shape[:-1], -1) if x.numel() else _empty(f, x, u)
+
+
+def _mapped(f: Function, x: Tensor, u: Tensor | None) -> Tensor:
+    """f, or its Jacobian, of every state at once."""
+    flat = [x.reshape(-1, x.shape[-1])]
+    if u is not None:
+        flat.append(u.expand(*x.shape[:-1], u.shape[-1]).reshape(-1, u.shape[-1]))
+    try:
+        return torch.vmap(f)(*flat)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        raise InputError(
+            "SwitchingNonlinear: functions run on many states at once by torch.vmap, so they must "
+            "be torch operations that do not branch on values (torch.where instead of if): "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+def _empty(f: Function, x: Tensor, u: Tensor | None) -> Tensor:
+    one = (x.new_zeros(x.shape[-1]), *(() if u is None else (u.new_zeros(u.shape[-1]),)))
+    return x.new_zeros(*x.shape[:-1], f(*one).shape[-1])
 
 
 def _by_jacobian(f: Function, mean: Tensor, covariance: Tensor, u: Tensor | None) -> Affine:
-    jacobian = torch.func.jacfwd(f)
-    flat = mean.reshape(-1, mean.shape[-1])
-    inputs = () if u is None else (u.reshape(-1, u.shape[-1]),)
-    # jacfwd promotes entries like 0.1 * x[1] to double (torch 2.13).
-    matrix = torch.vmap(jacobian)(flat, *inputs).to(mean.dtype)
-    matrix = matrix.reshape(*mean.shape[:-1], -1, mean.shape[-1])
-    offset = _rows(f, mean, u) - (matrix @ mean[..., None])[..., 0]
+    value = _rows(f, mean, u)
+    matrix = value.new_zeros(*value.shape, mean.shape[-1])
+    if mean.numel():
+        # jacfwd promotes entries like 0.1 * x[1] to double (torch 2.13).
+        matrix = _mapped(torch.func.jacfwd(f), mean, u).to(mean.dtype).reshape(matrix.shape)
+    offset = value - (matrix @ mean[..., None])[..., 0]
     size = offset.shape[-1]
     return Affine(matrix, offset, offset.new_zeros(*offset.shape, size))
 
@@ -174,7 +200,8 @@ def _by_points(f: Function, mean: Tensor, covariance: Tensor, u: Tensor | None) 
     slack = 10 * n * torch.finfo(mean.dtype).eps
     # Where the state is certain, the root needs a trace of noise.
     trace = torch.where(variances > 0, slack * variances, torch.finfo(mean.dtype).eps ** 1.5)
-    root = torch.linalg.cholesky(symmetric(covariance) + torch.diag_embed(trace))
+    found = torch.linalg.cholesky_ex(symmetric(covariance) + torch.diag_embed(trace))
+    root = torch.where(found.info[..., None, None] == 0, found.L, torch.nan)
     away = c * root.mT
     points = torch.cat(
         [mean[..., None, :], mean[..., None, :] + away, mean[..., None, :] - away], -2

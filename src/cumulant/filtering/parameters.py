@@ -37,6 +37,17 @@ class Block:
     def size(self) -> int:
         return int(self.mask.sum())
 
+    def moved(self, model: Any, order: list[int]) -> Block:
+        """The block around another model, whose modes are in another order."""
+        start = model.parameters[self.name].detach()
+        if self.name in PROBABILITIES:  # the likeliest entries may be others now
+            return _block(self.name, start, True)
+        tail, mask = len(SHAPES[self.name]), self.mask
+        if mask.ndim > tail:
+            at = torch.as_tensor(order, device=mask.device)
+            mask = mask.index_select(-tail - 1, at)
+        return Block(self.name, start, mask)
+
     def vector(self, value: Tensor) -> Tensor:
         """The free coordinates of a value."""
         if self.name in PROBABILITIES:
@@ -88,10 +99,9 @@ class Coordinates:
         """The model there, valid by construction."""
         return self.model.unchecked(self.values(vector))
 
-    def moved(self, model: Any) -> Coordinates:
-        """The same coordinates around another model."""
-        blocks = (Block(b.name, model.parameters[b.name].detach(), b.mask) for b in self.blocks)
-        return Coordinates(model, tuple(blocks))
+    def moved(self, model: Any, order: list[int]) -> Coordinates:
+        """The same coordinates around another model, whose modes are in another order."""
+        return Coordinates(model, tuple(b.moved(model, order) for b in self.blocks))
 
 
 def coordinates(model: Any, free: Any = None) -> Coordinates:
@@ -107,7 +117,10 @@ def coordinates(model: Any, free: Any = None) -> Coordinates:
     elif isinstance(free, Mapping):
         chosen = dict(free)
     else:
-        chosen = dict.fromkeys([free] if isinstance(free, str) else free, True)
+        names = [free] if isinstance(free, str) else free
+        if not isinstance(names, list | tuple | set) or not all(isinstance(n, str) for n in names):
+            raise InputError(f"fit: free must be names or a dict of names, not {free!r}.")
+        chosen = dict.fromkeys(names, True)
     functions = getattr(model, "functions", {})
     known = {"transition", "initial", *SHAPES} - set(functions)
     blocks: list[Block] = []
@@ -144,7 +157,7 @@ def _block(name: str, start: Tensor, how: Any) -> Block:
         shared = bool((start == torch.diag_embed(start.diagonal(dim1=-2, dim2=-1))).all())
         if how is True:
             how = "diagonal" if shared else "dense"
-        if how not in ("diagonal", "dense"):
+        if not isinstance(how, str) or how not in ("diagonal", "dense"):
             raise InputError(
                 f"fit: {name} may be free as 'diagonal' or 'dense', or True for either by its "
                 f"start, not {how!r}."
@@ -154,11 +167,10 @@ def _block(name: str, start: Tensor, how: Any) -> Block:
         return Block(name, start, diagonal if how == "diagonal" else lower)
     if how is True:
         return Block(name, start, every)
-    mask = torch.as_tensor(how, device=start.device)
     try:
-        mask = mask.expand(start.shape)
-    except RuntimeError:
-        mask = mask.new_zeros(())
+        mask = torch.as_tensor(how, device=start.device).expand(start.shape)
+    except (RuntimeError, TypeError, ValueError):
+        mask = start.new_zeros(())
     if mask.dtype != torch.bool or mask.shape != start.shape:
         raise InputError(
             f"fit: free[{name!r}] must be True or a boolean mask of shape {tuple(start.shape)}."

@@ -16,7 +16,7 @@ from cumulant.errors import InputError
 from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
 from cumulant.figures import write as write_figure
 from cumulant.filtering.files import Names
-from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.smoothing import Smoothed
 from cumulant.filtering.tables import deviations, episodes, whole_file
 
@@ -66,6 +66,7 @@ def picture(
     Returns:
         The matplotlib figure.
     """
+    gaussian_posterior("picture", post)
     need_matplotlib()
     y = torch.cat(post.observations, -2).detach().cpu().double()
     if y.ndim != 2:

@@ -10,11 +10,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from cumulant.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.recursion import Belief, Run, Scheme, branch
 
-__all__ = ["Filtered", "Posterior", "over_time", "stacked", "step_of", "whole"]
+__all__ = [
+    "Filtered",
+    "Posterior",
+    "gaussian_posterior",
+    "over_time",
+    "stacked",
+    "step_of",
+    "whole",
+]
 
 
 def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
@@ -59,7 +69,7 @@ def flat(belief: Belief) -> Belief:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Filtered:
     """What every posterior has: beliefs about modes and states after each step."""
 
@@ -149,7 +159,7 @@ class Filtered:
         return self._each(lambda b: whole(b)[1])
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Posterior(Filtered):
     """Modes and states given the observations so far; fields are computed when asked for.
 
@@ -227,3 +237,13 @@ class Posterior(Filtered):
     @cached_property
     def observation_covariance(self) -> Tensor:
         return self._from_predicted(1, observed=True)
+
+
+def gaussian_posterior(owner: str, post: Any) -> None:
+    """Raise unless this is what `filter` says about a model with Gaussian messages."""
+    if isinstance(post, Filtered):
+        gaussian_model(owner, post.model)
+    if not isinstance(post, Posterior):
+        raise InputError(
+            f"{owner}: expected what filter or update returned, not {type(post).__name__}."
+        )

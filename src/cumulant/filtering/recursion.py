@@ -21,15 +21,26 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.measures.checks import holds
 
-__all__ = ["Bank", "Belief", "Message", "Run", "Scheme", "Step", "advance", "scheme_of", "steps"]
+__all__ = [
+    "Bank",
+    "Belief",
+    "Message",
+    "Run",
+    "Scheme",
+    "Step",
+    "advance",
+    "bounded",
+    "scheme_of",
+    "steps",
+]
 
 Message = tuple[Tensor, ...]
 
 # log 0. A finite number, so that every derivative is one too; its exponential is zero.
 LOG_ZERO = -1e30
 
-# More histories than this by modes and series are refused: they would not fit anywhere.
-MOST_HISTORIES = 1 << 22
+# Messages with more numbers than this are refused: 2 GB in double precision.
+MOST_NUMBERS = 1 << 28
 
 
 class Bank(Protocol):
@@ -88,13 +99,13 @@ class Scheme:
 
     def histories(self, modes: int) -> int | None:
         """How many histories are kept beside the current mode."""
-        return None if self.memory is None else modes ** max(self.memory - 2, 0)
+        return None if self.memory is None else modes ** min(max(self.memory - 2, 0), 64)
 
 
 def scheme_of(owner: str, collapse: Any) -> Scheme:
     """The scheme that a name or a number k stands for."""
-    if isinstance(collapse, int) and not isinstance(collapse, bool) and collapse >= 1:
-        return Scheme(collapse, False, collapse)
+    if hasattr(collapse, "__index__") and not isinstance(collapse, bool) and int(collapse) >= 1:
+        return Scheme(int(collapse), False, int(collapse))
     match collapse:
         case "gpb1":
             return Scheme(1, False, collapse)
@@ -135,23 +146,19 @@ def advance(
     """
     joint, message = branch(bank, belief, t)
     log_predicted = joint.logsumexp(-2)
-    if joint.numel() > MOST_HISTORIES * max(joint.shape[:-2].numel(), 1):
-        raise InputError(
-            f"filter: collapse={scheme.name!r} would keep {joint.shape[-2]} histories at step {t}. "
-            "Take a smaller k, 'gpb2' or 'imm', or a shorter series."
-        )
     if scheme.mixes or alike:
-        message = bank.collapse(joint, message)
+        at = joint.ndim - 2
+        message = (
+            tuple(x.narrow(at, 0, 1) for x in message) if alike else bank.collapse(joint, message)
+        )
         joint = log_predicted[..., None, :]
     message, log_likelihood = bank.observe(bank.predict(message, t), t)
-    weights = joint + log_likelihood
-    log_total = _total(weights)
-    belief = Belief(weights - log_total[..., None, None], message)
-    return Step(remember(bank, scheme, belief), log_total, log_predicted)
-
-
-def _total(weights: Tensor) -> Tensor:
-    return weights.flatten(-2).logsumexp(-1)
+    # A common part is taken off first, so that an outlier does not swamp the weights.
+    size = log_likelihood.detach().amax((-2, -1), keepdim=True)
+    weights = joint + (log_likelihood - size)
+    rest = weights.logsumexp((-2, -1), keepdim=True)
+    belief = Belief(weights - rest, message)
+    return Step(remember(bank, scheme, belief), (rest + size)[..., 0, 0], log_predicted)
 
 
 def remember(bank: Bank, scheme: Scheme, belief: Belief) -> Belief:
@@ -204,6 +211,9 @@ def steps(
         first: how many steps went before, for what errors say.
         progress: called with the number of steps done and their count.
     """
+    kept, modes = belief.log_weights.shape[-2:]
+    numbers = sum(x.numel() for x in belief.message) / max(kept, 1)
+    bounded(scheme, modes, numbers, count, kept)
     beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
     for t in range(count):
         same = alike if t == 0 else scheme.memory == 1
@@ -215,6 +225,27 @@ def steps(
             progress(t + 1, count)
     whole_numbers(torch.stack(totals, -1), first)
     return Run(tuple(beliefs), tuple(totals), tuple(predicted))
+
+
+def bounded(scheme: Scheme, modes: int, numbers: float, count: int, kept: int = 1) -> None:
+    """Refuse what would not fit in memory, before it is tried.
+
+    Args:
+        scheme: where to collapse.
+        modes: M.
+        numbers: in the messages about one history.
+        count: of the steps to go.
+        kept: histories at the beginning.
+    """
+    most = kept * modes ** min(count, 64)
+    room = scheme.histories(modes)
+    histories = most if room is None else min(most, max(room, kept) * modes)
+    if numbers * histories > MOST_NUMBERS:
+        raise InputError(
+            f"filter: collapse={scheme.name!r} would keep {histories:.3g} histories of {modes} "
+            f"modes in {count} steps, more than fit in memory. Take a smaller k, 'gpb2' or 'imm', "
+            "or fewer or shorter series."
+        )
 
 
 def whole_numbers(totals: Tensor, first: int) -> None:

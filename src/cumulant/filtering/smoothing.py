@@ -23,9 +23,16 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
-from cumulant.filtering.model import gaussian_model, gaussian_posterior
+from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.moments import symmetric, times
-from cumulant.filtering.posterior import Posterior, over_time, stacked, step_of, whole
+from cumulant.filtering.posterior import (
+    Posterior,
+    gaussian_posterior,
+    over_time,
+    stacked,
+    step_of,
+    whole,
+)
 from cumulant.filtering.recursion import Belief, branch
 
 __all__ = ["Pair", "Smoothed", "backward", "smooth"]
@@ -68,7 +75,7 @@ class _Gains(NamedTuple):
     precision: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Smoothed:
     """Modes and states given all observations; fields are computed when asked for.
 
@@ -88,6 +95,10 @@ class Smoothed:
 
     beliefs: tuple[Belief, ...]
     pairs: tuple[Tensor, ...]
+
+    def __repr__(self) -> str:
+        batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
+        return f"Smoothed(batch={batch}, steps={len(self.pairs)})"
 
     @cached_property
     def mode_probabilities(self) -> Tensor:
@@ -161,7 +172,10 @@ def smooth(model: Any, post: Posterior) -> Smoothed:
     if model is not post.model and not _same(model, post.model):
         raise InputError("smooth: the posterior was made by another model; filter with this one.")
     if post.first > 0:
-        raise InputError("smooth: the posterior has forgotten its past (latest()); keep it whole.")
+        raise InputError(
+            "smooth: the posterior does not begin at the first step: it is a forecast, or has "
+            "forgotten its past (latest()). Smooth the whole one."
+        )
     beliefs, pairs = [post.beliefs[-1]], list[Tensor]()
     for pair, belief in backward(post):
         pairs.append(pair.log_weights)
@@ -171,6 +185,9 @@ def smooth(model: Any, post: Posterior) -> Smoothed:
 
 def _same(first: Any, second: Any) -> bool:
     if type(first) is not type(second) or first.parameters.keys() != second.parameters.keys():
+        return False
+    own = ("functions", "method")
+    if any(getattr(first, k, None) != getattr(second, k, None) for k in own):
         return False
     return all(torch.equal(x, second.parameters[n]) for n, x in first.parameters.items())
 

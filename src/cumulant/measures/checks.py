@@ -207,7 +207,7 @@ def real(
 def generator_of(owner: str, seed: Any) -> torch.Generator:
     """A generator with that seed."""
     try:
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator().manual_seed(operator.index(seed))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InputError(
             f"{owner}: seed must be a whole number below 2^63, not {seed!r}."

@@ -281,7 +281,9 @@ def _truncated(covariance: Tensor, rank: int) -> Tensor:
     scale = covariance.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None] + 1e-30
     steps = torch.arange(size, dtype=covariance.dtype, device=covariance.device) / size
     tilted = covariance + torch.diag_embed(finest * scale * steps)
-    values, vectors = torch.linalg.eigh(tilted)
+    # What is not finite is told by the layer, not by the eigenvalue routine.
+    values, vectors = torch.linalg.eigh(tilted.nan_to_num(0.0, 0.0, 0.0))
+    values = torch.where(covariance.sum((-2, -1)).isfinite()[..., None], values, torch.nan)
     values, vectors = values[..., -rank:].flip(-1), vectors[..., -rank:].flip(-1)
-    kept = values > 10 * finest * scale
+    kept = ~(values <= 10 * finest * scale)
     return vectors * torch.where(kept, values, 1.0).sqrt()[..., None, :] * kept[..., None, :]

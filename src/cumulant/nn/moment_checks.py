@@ -11,12 +11,19 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.measures.checks import require, whole
 
-__all__ = ["check_covariance", "check_mean", "checked_rank", "joined_mask", "one_of"]
+__all__ = [
+    "check_covariance",
+    "check_mean",
+    "check_result",
+    "checked_rank",
+    "joined_mask",
+    "one_of",
+]
 
 
 def one_of(name: str, given: Any, names: tuple[str, ...]) -> str:
     """A name that is one of these."""
-    if given not in names:
+    if not isinstance(given, str) or given not in names:
         told = ", ".join(repr(x) for x in names)
         raise InputError(f"MomentAttention: {name} must be one of {told}, not {given!r:.40}.")
     return given
@@ -71,6 +78,18 @@ def _check_finite(name: str, x: Tensor) -> None:
             "and leave those tokens out with key_padding_mask."
         ),
     )
+
+
+def check_result(found: tuple[Tensor, Tensor]) -> None:
+    """Numbers that leave their range are told, not returned."""
+    for x in found:
+        require(
+            x.detach().sum().isfinite() | x.detach().isfinite().all(),
+            lambda: (
+                "MomentAttention: the result is not finite: numbers leave the range of their type, "
+                "or weights hold NaN. Take smaller inputs, or a wider type."
+            ),
+        )
 
 
 def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
@@ -163,7 +182,10 @@ def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tenso
 
 def _lowered(mask: Tensor) -> Tensor:
     """Take each query's largest entry off, so that masks of two heads can be added."""
-    require(~mask.detach().isnan(), lambda: "MomentAttention: attn_mask holds NaN.")
+    require(
+        mask.detach() < math.inf,
+        lambda: "MomentAttention: attn_mask must be finite or -inf, but holds NaN or +inf.",
+    )
     if not mask.shape[-1]:
         return mask
     top = mask.detach().amax(-1, keepdim=True)

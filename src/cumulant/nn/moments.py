@@ -14,6 +14,7 @@ from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
 from cumulant.nn.moment_checks import (
     check_covariance,
     check_mean,
+    check_result,
     checked_rank,
     joined_mask,
     one_of,
@@ -244,7 +245,9 @@ class MomentAttention(nn.Module):
             else:
                 spread = low_rank(heads, maps, given, residual=residual, rank=self.rank)
         out = mean + out if residual else out
-        return TokenMoments(out, spread.to(out.dtype))
+        found = TokenMoments(out, spread.to(out.dtype))
+        check_result(found)
+        return found
 
     def _maps(self) -> tuple[nn.Linear, ...]:
         return self.project_query, self.project_key, self.project_value, self.project_output
