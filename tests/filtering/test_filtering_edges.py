@@ -201,7 +201,7 @@ def test_degenerate_data_end_with_a_reason():
     flat = torch.ones(20, 1, dtype=D)
     for method in ("lbfgs", "em"):
         for m in (level(), means([[0.9, 0.1], [0.1, 0.9]], [0.0, 2.0], [1.0, 1.0])):
-            found = F.fit(m, flat, method=method, max_steps=300)
+            found = F.fit(m, flat, method=method, max_steps=40)
             assert np.isfinite(found.log_likelihood)
             assert found.message
     with pytest.raises(cm.InputError, match="no series to fit"):

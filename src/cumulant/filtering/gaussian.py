@@ -195,6 +195,8 @@ class GaussianBank:
         return self._log_transition.at(t)
 
     def predict(self, message: Message, t: int | None) -> Message:
+        # Here there are fewest of them, and once in a step is enough.
+        message = message[0], moments.symmetric(message[1])
         return moments.predict(self.linear("dynamics", message, t), *message)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Gaussian messages: the linear step, the observation, and the collapse of a mixture (THEORY T25).
 
 Messages are means ``(*batch, G, M, n)`` and covariances ``(*batch, G, M, n, n)``: G histories by M
-current modes. An observation leaves a sum of squares, made symmetric.
+current modes. Covariances are sums of squares, and symmetric up to rounding until they are shown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Observed(NamedTuple):
 
 def symmetric(x: Tensor) -> Tensor:
     """The symmetric part."""
-    return (x + x.mT) / 2
+    return (x + x.mT).mul_(0.5)
 
 
 def identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -63,15 +63,46 @@ def times(matrix: Tensor, x: Tensor) -> Tensor:
     return matrix @ x
 
 
+def plus(base: Tensor, sign: int, first: Tensor, second: Tensor) -> Tensor:
+    """base + sign first @ second; in one pass where there are many."""
+    lead = first.shape[:-2]
+    if lead.numel() < MANY:
+        return base + first @ second if sign > 0 else base - first @ second
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*lead, *x.shape[-2:]).reshape(lead.numel(), *x.shape[-2:])
+
+    out = torch.baddbmm(flat(base), flat(first), flat(second), alpha=sign)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
 def _through(step: Affine, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """W m + b, W P and W P W' + Q, the last symmetric up to rounding."""
-    both = times(step.matrix, torch.cat([covariance, mean[..., None]], -1))
-    half = both[..., :-1]
-    return both[..., -1] + step.offset, half, times(step.matrix, half.mT) + step.noise
+    if mean.shape[:-1].numel() >= MANY:
+        moved, half = times(step.matrix, mean[..., None])[..., 0], step.matrix @ covariance
+    else:  # one call less
+        both = times(step.matrix, torch.cat([covariance, mean[..., None]], -1))
+        moved, half = both[..., -1], both[..., :-1]
+    return moved + step.offset, half, times(step.matrix, half.mT) + step.noise
 
 
 def predict(step: Affine, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """W m + b and W P W' + Q, for each mode."""
+    """W m + b and W P W' + Q, for each mode.
+
+    Where many messages wait for the same small matrices, W P W' is one product of the table of all
+    P with the Kronecker squares of W.
+    """
+    M, a, n = step.matrix.shape[-3:]
+    if step.matrix.ndim == 3 and mean.shape[-2] == 1 and n <= 6 and mean.shape[:-2].numel() >= MANY:
+        W = step.matrix
+        square = torch.einsum("jab,jcd->jacbd", W, W).reshape(M * a * a, n * n)
+        moved = (mean[..., 0, :] @ W.reshape(M * a, n).mT).unflatten(-1, (M, a)) + step.offset
+        table = covariance[..., 0, :, :].reshape(mean.shape[:-2].numel(), n * n)
+        if step.noise.ndim == 3:
+            spread = torch.addmm(step.noise.reshape(-1), table, square.mT)
+            return moved, spread.reshape(*mean.shape[:-2], M, a, a)
+        spread = (table @ square.mT).reshape(*mean.shape[:-2], M, a, a)
+        return moved, spread + step.noise
     mean, _, covariance = _through(step, mean, covariance)
     return mean, covariance
 
@@ -165,9 +196,9 @@ def observe(
     gain = unwhiten(root, half).mT
     mean = mean + (half.mT @ white)[..., 0]
     eye = identity(mean.shape[-1], mean.dtype, mean.device)
-    keep = eye - times(emission.matrix.mT, gain.mT).mT
-    kept = keep @ covariance @ keep.mT + gain @ times(emission.noise, gain.mT)
-    return Observed(mean, symmetric(kept), log_likelihood)
+    keep = plus(eye, -1, gain, emission.matrix)
+    kept = plus(keep @ covariance @ keep.mT, 1, gain, times(emission.noise, gain.mT))
+    return Observed(mean, kept, log_likelihood)
 
 
 def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
