@@ -94,7 +94,9 @@ def machine() -> str:
 
 def aim(row: Row, stated: bool) -> str:
     """What was hoped for, and whether it was missed; nothing where aims were not meant."""
-    return short(row.at_most) + ("" if row.met else " (missed)") if stated else "-"
+    if not stated or row.at_most == float("inf"):
+        return "-"
+    return short(row.at_most) + ("" if row.met else " (missed)")
 
 
 def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> str:

@@ -244,7 +244,7 @@ def _informed(
     mean, covariance = later.message
     P, inverse = gains.filtered_covariance, gains.precision
     r = inverse @ (mean - gains.filtered_mean)[..., None]
-    N = repeat(symmetric(inverse @ (P - covariance) @ inverse))
+    N, widened = (repeat(x) for x in _information(inverse, P, covariance))
     r = repeat(r)
     own = gains.after_covariance
     d = (gains.after_mean - repeat(gains.filtered_mean))[..., None]
@@ -259,7 +259,7 @@ def _informed(
     exponent = r.mT @ more @ r_own / 2 + r_own.mT @ d - d.mT @ N_own @ d / 2
     log_weight = exponent[..., 0, 0] - torch.linalg.slogdet(factor).logabsdet / 2
     found = gains.after_mean + (own @ (r_own - N_own @ d))[..., 0]
-    spread = symmetric(own - own @ N_own @ own)
+    spread = symmetric(own - own @ N_own @ own + widened)
     # A factor that was taken from a collapsed message may be too strong for a pair: then the pair
     # takes over the later state as it is.
     unit = own.detach().diagonal(dim1=-2, dim2=-1)
@@ -272,6 +272,39 @@ def _informed(
         torch.where(fine[..., None], found, repeat(mean)),
         torch.where(fine[..., None, None], spread, repeat(covariance)),
     )
+
+
+def _information(inverse: Tensor, P: Tensor, smoothed: Tensor) -> tuple[Tensor, Tensor]:
+    """N = P^-1 (P - smoothed) P^-1 as far as it is positive, and P (its rest) P.
+
+    Where modes disagree about a state, the future leaves it wider than it was. Such a factor would
+    grow without bound on messages that are wider still; so the widening is carried over as it is.
+    """
+    N = symmetric(inverse @ (P - smoothed) @ inverse)
+    if not N.shape[-1]:
+        return N, N
+    # With P^-1 = K K', the eigenvalues of K'(P - smoothed) K say what was gained, or lost.
+    root = torch.linalg.cholesky_ex(inverse).L
+    lost = root @ _below_zero(symmetric(root.mT @ (P - smoothed) @ root)) @ root.mT
+    return N - lost, -(P @ lost @ P)
+
+
+def _below_zero(x: Tensor) -> Tensor:
+    """The negative part of a symmetric matrix, f(V diag(e) V') = V diag(min(e, 0)) V'.
+
+    torch's derivative of eigenvectors is infinite where eigenvalues coincide; that of f is not: it
+    multiplies V' dx V by the divided differences of min(e, 0).
+    """
+    values, V = torch.linalg.eigh(x.detach())
+    below = values.clamp_max(0.0)
+    gap = values[..., :, None] - values[..., None, :]
+    rise = below[..., :, None] - below[..., None, :]
+    same = gap.abs() <= 1e-12 * (1 + values.abs().amax(-1)[..., None, None])
+    slope = torch.where(
+        same, (values < 0).to(x.dtype)[..., None], rise / torch.where(same, 1.0, gap)
+    )
+    change = slope * (V.mT @ (x - x.detach()) @ V)
+    return V @ (torch.diag_embed(below) + change) @ V.mT
 
 
 def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
