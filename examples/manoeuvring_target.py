@@ -16,8 +16,8 @@ flights that are not counted.
 Found: three modes take 23 % off the error of the best single filter. How they are collapsed hardly
 matters here: GPB2 is better than IMM, and GPB(3) than GPB2, by less than 1 %. Hindsight matters
 more: smoothing halves every error. Then the modes take 25 % off, and tell the leg in 99 % of
-seconds; the filter, which sees a turn only after some seconds, in 76 %. A third of the best noise is
-nearly as good (last line).
+seconds; the filter, which sees a turn only after some seconds, in 76 %. A third of the best noise
+is nearly as good (last line).
 Run it: python examples/manoeuvring_target.py [picture.png] (matplotlib to draw)
 """
 
