@@ -133,10 +133,77 @@ def turning(rate):
     return torch.tensor(x, dtype=torch.float64)
 
 
+def test_the_factor_of_the_future_on_other_messages():
+    """Against products of Gaussians written with precisions: mean, covariance and mass."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def definite(*shape):
+        x = normal(*shape, shape[-1])
+        return x @ x.mT + 0.2 * torch.eye(shape[-1], dtype=torch.float64)
+
+    n = 3
+    m, P = normal(1, 1, n), definite(1, 1, n)  # what the filter collapsed to
+    own_m, own_P = normal(4, 1, n), definite(4, 1, n)  # the pairs before
+    precision, shift = definite(n), normal(n)  # the factor exp(-x' precision x / 2 + shift' x)
+
+    def times_factor(mean, covariance):
+        inverse = torch.linalg.inv(covariance)
+        spread = torch.linalg.inv(inverse + precision)
+        start = (inverse @ mean[..., None])[..., 0] + shift
+        out = (spread @ start[..., None])[..., 0]
+        log_mass = (
+            (start * out).sum(-1) / 2
+            - ((inverse @ mean[..., None])[..., 0] * mean).sum(-1) / 2
+            + torch.logdet(spread) / 2
+            - torch.logdet(covariance) / 2
+        )
+        return log_mass, out, spread
+
+    base, smoothed_m, smoothed_P = times_factor(m, P)
+    blank = torch.zeros(4, 1, dtype=torch.float64)
+    gains = smoothing._Gains(
+        *(blank, blank, blank, blank, blank),
+        *(own_m, own_P, m, P, torch.linalg.inv(P)),
+    )
+    later = smoothing.Belief(torch.zeros(1, 1, dtype=torch.float64), (smoothed_m, smoothed_P))
+    found = smoothing._informed(gains, later, lambda x: x.expand(4, *x.shape[1:]))
+    log_mass, mean, spread = times_factor(own_m, own_P)
+    close(found[0], log_mass - base, 1e-8)
+    close(found[1], mean, 1e-8)
+    close(found[2], spread, 1e-8)
+
+
+def test_a_future_that_widens_is_not_applied_as_a_factor():
+    """Where the smoothed message is wider than the filtered one, wider pairs must not explode."""
+    eye = torch.eye(2, dtype=torch.float64)
+    P, wider = eye[None, None], torch.diag(torch.tensor([0.5, 3.0], dtype=torch.float64))
+    N, widened = smoothing._information(P, P, wider[None, None])
+    close(N[0, 0], [[0.5, 0], [0, 0]])
+    close(widened[0, 0], [[0, 0], [0, 2.0]])
+    blank, zero = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, 1, 2, dtype=torch.float64)
+    own = torch.stack([eye, 1.49 * eye])[:, None]  # A = I + N (P' - P) would be near zero
+    gains = smoothing._Gains(
+        *(blank, blank, blank, blank, blank),
+        *(zero, own, zero[:1], P, P),
+    )
+    shift = torch.tensor([[[0.1, 0.1]]], dtype=torch.float64)
+    later = smoothing.Belief(torch.zeros(1, 1, dtype=torch.float64), (shift, wider[None, None]))
+    found = smoothing._informed(gains, later, lambda x: x.expand(2, *x.shape[1:]))
+    close(found[1][0, 0], [0.1, 0.1])  # the same message: what the smoother said
+    close(found[2][0, 0], wider)
+    assert found[1].abs().max() < 0.3
+    assert found[2].max() < 4
+
+
+@pytest.mark.parametrize("gusts", [0.0, 3.0])
 @pytest.mark.parametrize("collapse", ["gpb2", 3])
-def test_little_noise_in_the_dynamics(collapse):
-    """Exact circles and lines: errors of the past must not be carried back and grow."""
+def test_little_noise_in_the_dynamics(collapse, gusts):
+    """Circles and lines: errors of the past must not be carried back and grow."""
     W = torch.stack([turning(w) for w in (0.0, 0.1, -0.1)])
+    push = torch.tensor([[0.5, 0], [1, 0], [0, 0.5], [0, 1]], dtype=torch.float64)
     g = torch.Generator().manual_seed(0)
     x = torch.tensor([0.0, 50, 0, 0], dtype=torch.float64).expand(8, 4)
     mode, states = torch.zeros(8, dtype=torch.long), []
@@ -144,15 +211,15 @@ def test_little_noise_in_the_dynamics(collapse):
         switch = torch.rand(8, generator=g) < 0.05
         mode = torch.where(switch, torch.randint(0, 3, (8,), generator=g), mode)
         x = (W[mode] @ x[..., None])[..., 0]
+        x = x + gusts * torch.randn(8, 2, generator=g, dtype=torch.float64) @ push.T
         states.append(x)
     states = torch.stack(states, 1)
     C = torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)
     y = states @ C.T + 100 * torch.randn(8, 100, 2, generator=g, dtype=torch.float64)
-    push = torch.tensor([[0.5, 0], [1, 0], [0, 0.5], [0, 1]], dtype=torch.float64)
     m = F.SwitchingLinearGaussian(
         transition=0.925 * torch.eye(3, dtype=torch.float64) + 0.025,
         dynamics=W,
-        dynamics_noise=0.1 * push @ push.T,
+        dynamics_noise=(0.1 + gusts**2 / 9) * push @ push.T,
         emission=C,
         emission_noise=1e4 * torch.eye(2, dtype=torch.float64),
         initial_mean=torch.tensor([0.0, 50, 0, 0], dtype=torch.float64),
@@ -164,7 +231,7 @@ def test_little_noise_in_the_dynamics(collapse):
     def error(mean):
         return float((mean - states)[..., [0, 2]].square().sum(-1).mean().sqrt())
 
-    assert error(smoothed.mean) < 0.6 * error(post.mean)
+    assert error(smoothed.mean) < 0.7 * error(post.mean)
 
 
 def test_batches_and_lengths():
