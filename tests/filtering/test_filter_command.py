@@ -297,3 +297,23 @@ def test_a_file_that_cannot_be_written(files, cumulant):
     assert code == 2
     assert "cannot write" in warned
     assert len(warned.strip().splitlines()) == 1
+
+
+def test_fitting_first(files, cumulant):
+    """The fitted file is a model, as likely as the library's own fit."""
+    out = files / "out"
+    code, said, told = cumulant(
+        *(files / "s.csv", "--model", files / "m.toml", "-o", out, "--fit", "--json"),
+        "--no-picture",
+    )
+    assert code == 0
+    assert "fitted, log-likelihood" in told
+    fitted, names = read_model(out / "fitted.toml")
+    assert names.modes == ["calm", "wild"]
+    assert names.states == ["level"]
+    start, _ = read_model(files / "m.toml")
+    y = read_series(files / "s.csv").values
+    before, after = (float(cm.filtering.filter(m, y).log_likelihood) for m in (start, fitted))
+    assert after > before
+    assert abs(json.loads(said)["log_likelihood"] - after) < 1e-6
+    assert after == pytest.approx(cm.filtering.fit(start, y).log_likelihood, abs=1e-6)

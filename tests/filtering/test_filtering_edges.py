@@ -361,3 +361,55 @@ def test_the_cache_of_fake_tensors_is_no_trap():
     compiled = torch.compile(lambda y: F.filter(m, y).log_likelihood, backend="eager")
     assert torch.isfinite(compiled(y))
     assert torch.isfinite(F.filter(m, y).log_likelihood)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_smoothing_where_covariances_are_singular(seed):
+    """Observations without noise leave a direction of the state certain, off the axes."""
+    given = parameters(2, 2, 1, seed)
+    given["emission_noise"] = torch.zeros(2, 1, 1, dtype=D)
+    m = F.SwitchingLinearGaussian(**given)
+    y = torch.randn(5, 1, dtype=D, generator=torch.Generator().manual_seed(seed))
+    truth = exact(given, y)
+    found = F.smooth(m, F.filter(m, y, collapse="exact"))
+    assert np.abs(found.mean.numpy() - truth["mean"][1:]).max() < 1e-7
+    assert np.abs(found.covariance.numpy() - truth["covariance"][1:]).max() < 1e-7
+    for collapse in ("gpb1", "gpb2", "imm"):
+        near = F.smooth(m, F.filter(m, y, collapse=collapse))
+        assert np.abs(near.mean.numpy() - truth["mean"][1:]).max() < 3
+        assert float(torch.linalg.eigvalsh(near.covariance).min()) > -1e-6
+
+
+def test_one_mode_without_observation_noise():
+    """Rauch, Tung and Striebel by conditioning the joint Gaussian."""
+    given = parameters(1, 2, 1, 0)
+    given |= {
+        "dynamics": torch.tensor([[[0.9, 0.3], [-0.2, 0.7]]], dtype=D),
+        "dynamics_noise": torch.eye(2, dtype=D)[None],
+        "emission": torch.tensor([[[1.0, 1 / 3]]], dtype=D),
+        "emission_noise": torch.zeros(1, 1, 1, dtype=D),
+    }
+    y = torch.tensor([[1.0], [2.0], [0.0], [1.0]], dtype=D)
+    m = F.SwitchingLinearGaussian(**given)
+    found, truth = F.smooth(m, F.filter(m, y)), exact(given, y)
+    assert np.abs(found.covariance.numpy() - truth["covariance"][1:]).max() < 1e-8
+    assert np.abs(found.mean.numpy() - truth["mean"][1:]).max() < 1e-8
+
+
+def test_a_likelihood_without_a_maximum_has_not_converged():
+    m = means([[0.9, 0.1], [0.1, 0.9]], [0.0, 2.0], [1.0, 1.0])
+    found = F.fit(m, torch.zeros(30, 1, dtype=D), max_steps=100)
+    assert not found.converged
+    short = F.fit(level(), F.sample(level(), 30, seed=0).observations, max_steps=1)
+    assert not short.converged
+    assert "max_steps reached" in short.message
+
+
+def test_conjugate_modes_start_where_they_last():
+    T = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=D)
+    about = {"transition": T, "prior": cm.Gamma(2.0, 1.0), "likelihood": cm.Poisson}
+    y = torch.tensor([1.0, 4.0, 2.0], dtype=D)
+    lasting = torch.tensor([0.75, 0.25], dtype=D)
+    a = F.filter(F.SwitchingConjugate(**about), y)
+    b = F.filter(F.SwitchingConjugate(**about, initial=lasting), y)
+    assert torch.allclose(a.log_likelihood, b.log_likelihood)

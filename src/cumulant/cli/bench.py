@@ -80,7 +80,7 @@ _BENCHES = {
         "What filters cost",
         """Filters against filterpy's IMM, fitting against statsmodels.
 
-        Needs filterpy and statsmodels. About two minutes; --quick takes twenty seconds.""",
+        Needs filterpy and statsmodels. About three minutes; --quick takes half a minute.""",
     ),
 }
 

@@ -17,8 +17,9 @@ from cumulant.cli.filter_report import copy_example, example_files, run_again, t
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 from cumulant.figures import need_matplotlib
-from cumulant.filtering.files import Names, Series, read_model, read_series
+from cumulant.filtering.files import Names, Series, read_model, read_series, write_model
 from cumulant.filtering.filters import filter, update
+from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
@@ -63,6 +64,14 @@ def filter_series(
     ahead: Annotated[
         int, typer.Option("--forecast", help="How many steps to go on after the last row.")
     ] = 0,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Learn transition, biases and noises first, from the model's; written to "
+            "fitted.toml.",
+        ),
+    ] = False,
     draw: Annotated[
         bool, typer.Option("--picture/--no-picture", help="Draw filter.png too.")
     ] = True,
@@ -76,12 +85,13 @@ def filter_series(
 
     The model, in TOML, is linear and Gaussian in each of its modes.
     Table (filtered.csv) and picture (filter.png) go into the output folder.
-    Empty cells, NA and nan are missing.
+    Empty cells, NA and nan are missing. One row is one step, whatever its date.
 
     \b
     cumulant filter --example              see it work; files to start from
     cumulant filter series.csv --model model.toml
     cumulant filter series.csv -m model.toml --columns rate --forecast 8
+    cumulant filter series.csv -m start.toml --fit     learn the numbers first
 
     \b
     A model.toml with two modes, one state and one observation:
@@ -94,7 +104,9 @@ def filter_series(
         emission_noise = [1.0, 9.0]
         initial_mean = 0.0
         initial_covariance = 100.0
-    Matrices are nested arrays: (rows, columns) or (modes, rows, columns).
+    Matrices are nested arrays: (rows, columns) or (modes, rows, columns); two
+    columns seen through one state: emission = [[1.0], [0.5]], and emission_noise
+    2 x 2. Also: emission_bias, dynamics_bias, states = ["trend"].
     """
     try:
         kept = int(collapse) if collapse.isdecimal() and len(collapse) < 10 else collapse
@@ -112,6 +124,8 @@ def filter_series(
         run = _read(series, model, columns, output)
         _bounded(run, scheme_of("--collapse", kept), ahead)
         _make(output)
+        if learn:
+            run = _fitted(run, kept)
         _work(run, kept, ahead, draw, as_json, example)
     except KeyboardInterrupt:
         typer.echo("cumulant: interrupted; nothing was written", err=True)
@@ -195,6 +209,24 @@ def _work(
     modes = summarize(run.model, run.names.modes, later)
     again = run_again(run.folder) if example else None
     (tell_json if as_json else tell)(run.series, post, modes, written, again)
+
+
+def _fitted(run: _Run, collapse: str | int) -> _Run:
+    """The run with the most likely parameters, which are kept in a file."""
+    with progress_bar() as bar:
+        task = bar.add_task("fitting", total=None)
+
+        def tick(step: int, value: float) -> None:
+            bar.update(task, description=f"fitting: step {step}, log-likelihood {value:.6g}")
+
+        found = fit(run.model, run.series.values, collapse=collapse, progress=tick)
+    path = write_model(run.folder / "fitted.toml", found.model, run.names)
+    typer.echo(
+        f"cumulant: fitted, log-likelihood {found.log_likelihood:.6g} after {found.steps} steps "
+        f"({found.message}); the model is in {path}",
+        err=True,
+    )
+    return run._replace(model=found.model)
 
 
 def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None) -> list[Path]:

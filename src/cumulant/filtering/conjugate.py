@@ -15,10 +15,12 @@ from cumulant.errors import InputError
 from cumulant.filtering.checks import (
     initial_probabilities,
     next_row,
+    one_class,
     real_numbers,
     series,
     stochastic,
 )
+from cumulant.filtering.gaussian import stationary
 from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
@@ -53,7 +55,8 @@ class SwitchingConjugate:
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``.
+        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
+            leaves as they are.
         prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)``: one for each
             mode.
         likelihood: a class, or the law of the noise; or a list of M.
@@ -79,13 +82,18 @@ class SwitchingConjugate:
         self,
         *,
         transition: Tensor,
-        initial: Tensor,
+        initial: Tensor | None = None,
         prior: Any,
         likelihood: Any,
         dynamics: Any = None,
     ) -> None:
         owner = "SwitchingConjugate"
         member = self.prior = member_of(owner, prior)
+        if initial is None:
+            got, _ = numbers(owner, transition=transition)
+            stochastic(owner, got["transition"])
+            one_class(owner, got["transition"])
+            initial = stationary(got["transition"])
         given: dict[str, Any] = {"transition": transition, "initial": initial}
         given |= tensors_of("prior", member)
         for name, x in (("dynamics", dynamics), ("likelihood", likelihood)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import os
 import tomllib
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,6 +239,18 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     modes = _names(path, "names", given.get("names"), "mode", model.modes)
     states = _names(path, "states", given.get("states"), "state", model.state_dimension)
     return ModelFile(model, Names(modes, states))
+
+
+def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, names: Names) -> Path:
+    """A model and its names as a TOML file that `read_model` reads."""
+    listed = {"names": names.modes, "states": names.states if model.state_dimension else []}
+    lines = [f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in listed.items() if x]
+    for key, x in model.parameters.items():
+        if x.numel():
+            lines.append(f"{key} = {json.dumps(x.detach().double().tolist())}")
+    with import_module("cumulant.filtering.tables").whole_file(path) as part:
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Path(path)
 
 
 def _array(path: Any, key: str, value: Any) -> Tensor:

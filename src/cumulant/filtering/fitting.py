@@ -232,6 +232,10 @@ def _fit(
     errors, message = None, best.message
     if standard_errors:
         errors = _standard_errors(problem, found, fitted, order)
+        if errors is not None and not best.converged:
+            message += (
+                "; the standard errors are taken where the search stopped, short of a maximum"
+            )
         if errors is None:
             message += (
                 "; no standard errors: the Hessian is not negative definite, so some parameters "
@@ -308,9 +312,18 @@ def _lbfgs(
         best.message = INTERRUPTED
         return
     best.steps = search.state[point].get("n_iter", 0)
-    best.converged = steepest <= tol or best.steps < max_steps
+    # Ended by itself with next to no slope, the search ran out of digits, not of slope.
+    enough = 1e-5 if like.dtype == torch.float64 else 1e-3
+    best.converged = steepest <= (max(tol, enough) if best.steps < max_steps else tol)
     if math.isfinite(best.value):
-        rest = "nothing better was found" if best.converged else "max_steps reached"
+        rest = "max_steps reached"
+        if best.steps < max_steps:
+            rest = (
+                f"the search found nothing better, with a slope of {steepest:.2g} per observation "
+                "left: a variance may go to zero, or digits run out"
+            )
+        if best.converged:
+            rest = "no slope is left to follow"
         best.message = "the gradient is within tol" if steepest <= tol else rest
 
 
@@ -335,12 +348,10 @@ def _em(
             if value > best.value:
                 best.vector, best.value = found.vector(model), value
             if gain <= tol * count:
-                best.converged = True
-                best.message = (
-                    "a step gained less than tol"
-                    if gain >= 0
-                    else ("the smoother's approximation gains no more")
-                )
+                best.converged = gain >= 0
+                best.message = "a step gained less than tol"
+                if gain < 0:
+                    best.message = "stopped: a step lost, as the smoother is an approximation"
                 return
             model = following
             best.steps += 1

@@ -250,7 +250,7 @@ def _modes(axes: Any, time: _Time, names: list[str], probabilities: Any, so_far:
         above = below
     if so_far is not None and len(names) > 1:
         lines = np.cumsum(so_far[:, :0:-1], -1)
-        told = "given data so far"
+        told = f"{names[-1]}, so far" if len(names) == 2 else "given data so far"
         for k in range(lines.shape[1]):
             look = {"linewidth": 0.9 * time.width, "alpha": max(time.width, 0.4)}
             axes.plot(time.at, lines[:, k], color=INK, **look, label=told)

@@ -221,7 +221,10 @@ def _pair(gains: _Gains, later: Belief) -> Pair:
         wide = x.unsqueeze(lead).expand(*x.shape[:lead], old, *x.shape[lead:])
         return wide.flatten(lead, lead + 1)
 
-    log_weight, mean, covariance = _informed(gains, later, repeat)
+    if old == 1:  # nothing was collapsed: the later state is the pair's own
+        log_weight, (mean, covariance) = torch.zeros_like(gains.log_conditional), later.message
+    else:
+        log_weight, mean, covariance = _informed(gains, later, repeat)
     log_weight = (gains.log_conditional + log_weight).unflatten(-2, (old, kept))
     log_weight = log_weight - log_weight.logsumexp(-3, keepdim=True)
     before = gains.mean + (gains.gain @ (mean - gains.predicted)[..., None])[..., 0]
@@ -254,7 +257,7 @@ def _informed(
     sign, size = torch.linalg.slogdet(factor.detach())
     fine = (sign > 0) & size.isfinite()
     factor = torch.where(fine[..., None, None], factor, eye)
-    back = torch.linalg.inv(factor)
+    back = torch.linalg.inv_ex(factor).inverse
     N_own, r_own = symmetric(back @ N), back @ r
     exponent = r.mT @ more @ r_own / 2 + r_own.mT @ d - d.mT @ N_own @ d / 2
     log_weight = exponent[..., 0, 0] - torch.linalg.slogdet(factor).logabsdet / 2
@@ -267,6 +270,7 @@ def _informed(
     scaled = spread.detach() / unit[..., :, None] / unit[..., None, :]
     slack = 1e3 * torch.finfo(own.dtype).eps
     fine = fine & (torch.linalg.cholesky_ex(scaled + slack * eye).info == 0)
+    fine = fine & scaled.isfinite().all(-1).all(-1) & log_weight.detach().isfinite()
     return (
         torch.where(fine, log_weight, 0.0),
         torch.where(fine[..., None], found, repeat(mean)),
@@ -295,7 +299,7 @@ def _below_zero(x: Tensor) -> Tensor:
     torch's derivative of eigenvectors is infinite where eigenvalues coincide; that of f is not: it
     multiplies V' dx V by the divided differences of min(e, 0).
     """
-    values, V = torch.linalg.eigh(x.detach())
+    values, V = torch.linalg.eigh(x.detach().nan_to_num(0.0, 0.0, 0.0))
     below = values.clamp_max(0.0)
     gap = values[..., :, None] - values[..., None, :]
     rise = below[..., :, None] - below[..., None, :]
@@ -346,7 +350,10 @@ def _gains(bank: GaussianBank, belief: Belief, following: Belief) -> _Gains:
     keep = eye - times(step.matrix.mT, gain.mT).mT
     left = keep @ covariance @ keep.mT + gain @ times(step.noise, gain.mT)
     means, covariances = following.message
-    precision = symmetric(torch.linalg.inv(_regular(symmetric(covariances))))
+    # Used twice on differences that are zero up to rounding where a covariance is singular.
+    slack = torch.finfo(mean.dtype).eps ** 0.55
+    inverse = torch.linalg.inv_ex(_regular(symmetric(covariances), slack)).inverse
+    precision = symmetric(inverse)
     return _Gains(
         log_conditional,
         mean.expand(message[0].shape),
@@ -361,11 +368,12 @@ def _gains(bank: GaussianBank, belief: Belief, following: Belief) -> _Gains:
     )
 
 
-def _regular(covariance: Tensor) -> Tensor:
+def _regular(covariance: Tensor, slack: float | None = None) -> Tensor:
     """A covariance with a trace of noise, so that its inverse is a pseudo-inverse if singular.
 
     What it is applied to lies in the range of the covariance.
     """
     variances = covariance.detach().diagonal(dim1=-2, dim2=-1)
-    slack = 10 * covariance.shape[-1] * torch.finfo(covariance.dtype).eps
+    if slack is None:
+        slack = 10 * covariance.shape[-1] * torch.finfo(covariance.dtype).eps
     return covariance + torch.diag_embed(torch.where(variances > 0, slack * variances, 1.0))
