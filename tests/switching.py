@@ -51,6 +51,23 @@ def model(*args, **kwargs):
     return cm.filtering.SwitchingLinearGaussian(**parameters(*args, **kwargs))
 
 
+def means(transition, centers, noise, **rest):
+    """Switching means without a state."""
+    M = len(centers)
+    nothing = torch.zeros(M, 0, 0, dtype=torch.float64)
+    return cm.filtering.SwitchingLinearGaussian(
+        transition=torch.tensor(transition, dtype=torch.float64),
+        dynamics=nothing,
+        dynamics_noise=nothing,
+        emission=torch.zeros(M, 1, 0, dtype=torch.float64),
+        emission_bias=torch.tensor(centers, dtype=torch.float64)[:, None],
+        emission_noise=torch.tensor(noise, dtype=torch.float64).reshape(-1, 1, 1),
+        initial_mean=torch.zeros(0, dtype=torch.float64),
+        initial_covariance=torch.zeros(0, 0, dtype=torch.float64),
+        **rest,
+    )
+
+
 def _of(given, name, t, j, zero):
     """A parameter at step t in mode j, as an array."""
     x = given.get(name)

@@ -1,5 +1,7 @@
 """Derivatives of the log-likelihood in every parameter, and long runs in single precision."""
 
+import math
+
 import pytest
 import torch
 
@@ -145,4 +147,4 @@ def test_single_precision_stays_positive_definite_over_a_hundred_thousand_steps(
             lowest.append((d[..., 0] * d[..., 1] - P[..., 0, 1].double() ** 2).min())
             total += float(post.log_likelihood)
     assert min(lowest) > 0
-    assert total == total
+    assert math.isfinite(total)

@@ -7,26 +7,10 @@ import pytest
 import torch
 
 import cumulant as cm
-from switching import exact, model, parameters
+from switching import exact, means, model, parameters
 
 F = cm.filtering
 D = torch.float64
-
-
-def means(transition, centers, noise, **rest):
-    M = len(centers)
-    nothing = torch.zeros(M, 0, 0, dtype=D)
-    return F.SwitchingLinearGaussian(
-        transition=torch.tensor(transition, dtype=D),
-        dynamics=nothing,
-        dynamics_noise=nothing,
-        emission=torch.zeros(M, 1, 0, dtype=D),
-        emission_bias=torch.tensor(centers, dtype=D)[:, None],
-        emission_noise=torch.tensor(noise, dtype=D).reshape(-1, 1, 1),
-        initial_mean=torch.zeros(0, dtype=D),
-        initial_covariance=torch.zeros(0, 0, dtype=D),
-        **rest,
-    )
 
 
 def level(**change):

@@ -12,27 +12,10 @@ import cumulant as cm
 from cumulant.filtering.em import expectation_maximization
 from cumulant.filtering.parameters import coordinates
 from cumulant.filtering.recursion import scheme_of
-from switching import covariance, model, parameters
+from switching import covariance, means, model, parameters
 
 F = cm.filtering
 D = torch.float64
-
-
-def means(transition, centers, noise, **rest):
-    """Switching means without a state."""
-    M = len(centers)
-    nothing = torch.zeros(M, 0, 0, dtype=D)
-    return F.SwitchingLinearGaussian(
-        transition=torch.tensor(transition, dtype=D),
-        dynamics=nothing,
-        dynamics_noise=nothing,
-        emission=torch.zeros(M, 1, 0, dtype=D),
-        emission_bias=torch.tensor(centers, dtype=D)[:, None],
-        emission_noise=torch.tensor(noise, dtype=D).reshape(-1, 1, 1),
-        initial_mean=torch.zeros(0, dtype=D),
-        initial_covariance=torch.zeros(0, 0, dtype=D),
-        **rest,
-    )
 
 
 def level(q, r, modes=1):

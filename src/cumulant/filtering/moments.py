@@ -28,7 +28,7 @@ class Affine(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The message after an observation, its log-likelihood, and what was expected."""
+    """The message after an observation, and the log-likelihood of it."""
 
     mean: Tensor
     covariance: Tensor
