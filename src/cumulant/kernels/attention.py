@@ -282,7 +282,7 @@ def _reverse_over_reverse(
     _: Program, arguments: Named, cotangents: Named, needed: Sequence[str], *, options: Options
 ) -> Arguments | None:
     """The vector-Jacobian product of the first gradient."""
-    if "cotangent entropy" in arguments:
+    if "cotangent entropy" in arguments or "cap" in arguments:
         return None
     results = results_of(arguments, [n for n in needed if n in (*_PRIMAL, *_COTANGENTS)])
     if not results:
@@ -295,7 +295,7 @@ def _forward_over_reverse(
     program: Program, arguments: Named, tangents: Named, *, options: Options
 ) -> Arguments | None:
     """The Jacobian-vector product of the first gradient."""
-    if "cotangent entropy" in arguments:
+    if "cotangent entropy" in arguments or "cap" in arguments:
         return None
     seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
     directions = {n: tangents[n] for n in _PRIMAL if n in tangents}
@@ -307,7 +307,7 @@ def _reverse_over_forward(
     _: Program, arguments: Named, cotangents: Named, needed: Sequence[str], *, options: Options
 ) -> Arguments | None:
     """The vector-Jacobian product of the first tangent."""
-    if "entropy" in cotangents:
+    if "entropy" in cotangents or "cap" in arguments:
         return None
     out: Arguments = {}
     primal = [n for n in needed if n in _PRIMAL]
@@ -420,7 +420,8 @@ def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> 
 
     Arguments are named tensors of equal rank with broadcastable batches: ``query``, ``key``,
     ``value``, and optionally ``bias`` (additive, differentiable), ``mask`` (boolean, True = may
-    attend), ``seed`` (int32, with dropout).
+    attend), ``cap`` (scores become cap tanh(score / cap) before the bias), ``seed`` (int32, with
+    dropout).
     """
     out = _Attention.apply(options, tuple(arguments), *arguments.values())
     return Moments(out[0], out[1], out[2] if options.entropy else None)

@@ -38,6 +38,8 @@ INDEX = {
     "score_mean": "i",
     "broken": "j",
     "center": "",
+    "cap": "",
+    "marks": "i",
 }
 
 
@@ -66,7 +68,7 @@ def scores(tile: Tile, a: Arguments) -> Tensor:
 
     In units of log 2 because exp2 is faster than exp; the factor rides on the queries.
     """
-    s_mn = tile.work.matmul(a["query"] * LOG2_E, a["key"].mT)
+    s_mn = capped(tile, a, tile.work.matmul(a["query"] * LOG2_E, a["key"].mT), LOG2_E)
     if "bias" in a:
         s_mn = tile.work.add(s_mn, a["bias"] * LOG2_E)
     if "mask" in a:
@@ -75,6 +77,23 @@ def scores(tile: Tile, a: Arguments) -> Tensor:
         s_mn = tile.work.masked_fill(s_mn, _same_tag(a), -math.inf)
     outside = tile.band.hidden(tile.rows, tile.columns, s_mn.device)
     return s_mn if outside is None else tile.work.masked_fill(s_mn, outside, -math.inf)
+
+
+def capped(tile: Tile, a: Arguments, s_mn: Tensor, unit: float = 1.0) -> Tensor:
+    """cap tanh(s / cap) where the scores are capped; `unit` is what s is measured in."""
+    if "cap" not in a:
+        return s_mn
+    cap = a["cap"] * unit
+    return tile.work.mul(tile.work.tanh(tile.work.mul(s_mn, cap.reciprocal())), cap)
+
+
+def _uncapped(tile: Tile, a: Arguments, t_mn: Tensor) -> Tensor:
+    """Tangents or cotangents of capped scores times the slope of the cap, 1 - tanh^2(s / cap)."""
+    if "cap" not in a:
+        return t_mn
+    work = tile.work
+    u_mn = work.tanh(work.matmul(a["query"] / a["cap"], a["key"].mT))
+    return work.addcmul(t_mn, t_mn, work.mul(u_mn, u_mn), value=-1)
 
 
 def _same_tag(a: Arguments) -> Tensor:
@@ -123,6 +142,8 @@ def score_tangent(tile: Tile, a: Arguments, prefix: str) -> Tensor | None:
     t_mn = None if query is None else tile.work.matmul(query, a["key"].mT)
     if key is not None:
         t_mn = tile.work.add_matmul(t_mn, a["query"], key.mT)
+    if t_mn is not None:
+        t_mn = _uncapped(tile, a, t_mn)
     if bias is None:
         return t_mn
     return bias if t_mn is None else tile.work.add(t_mn, bias)
@@ -178,12 +199,13 @@ def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) 
         w_mn = heat if w_mn is None else work.add(heat, w_mn)
     if w_mn is not None:
         ds_mn = work.mul(p_mn, w_mn)
+        if "bias" in wanted:
+            out["bias"] = ds_mn.clone() if "cap" in a else ds_mn
+        ds_mn = _uncapped(tile, a, ds_mn)
         if "query" in wanted:
             out["query"] = work.matmul(ds_mn, a["key"])
         if "key" in wanted:
             out["key"] = work.matmul(ds_mn.mT, a["query"])
-        if "bias" in wanted:
-            out["bias"] = ds_mn
     return out
 
 
@@ -265,14 +287,14 @@ def curvature(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...])
 def score_mean(tile: Tile, a: Arguments) -> Arguments:
     """E[<q, k>]: the bias shapes the weights but is no part of the score."""
     p_mn = weights(tile, a)
-    s_mn = tile.work.matmul(a["query"], a["key"].mT)
+    s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
     return {"score_mean": row_sum(tile.work.mul(s_mn, p_mn))}
 
 
 def score_variance(tile: Tile, a: Arguments) -> Arguments:
     """Var[<q, k>], centred before squaring so that nothing cancels."""
     p_mn = weights(tile, a)
-    s_mn = tile.work.matmul(a["query"], a["key"].mT)
+    s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
     s_mn = tile.work.sub(s_mn, a["score_mean"])
     return {"score_variance": row_sum(tile.work.mul(tile.work.mul(p_mn, s_mn), s_mn))}
 
@@ -291,22 +313,6 @@ def moments(tile: Tile, a: Arguments) -> Arguments:
         return {"moments": torch.cat([p_mn @ torch.cat([ones, k_nd], -1), *pairs], -1)}
     pairs = [k_nd[..., i : i + 1] * k_nd[..., i:] for i in range(d)]
     return {"moments": p_mn @ torch.cat([ones, k_nd, *pairs], -1)}
-
-
-def coverage(tile: Tile, a: Arguments, *, mass: float) -> Arguments:
-    """How many of the largest weights it takes to hold `mass` of the whole (T21).
-
-    The tile spans all keys. Sums are compared with a little slack, so that nine equal weights of
-    ten do hold nine tenths.
-    """
-    l_mn = log_weights(tile, a)
-    visible = row_sum(l_mn > -math.inf).to(l_mn.dtype)
-    sums = tile.work.exp2(l_mn).sort(-1, descending=True).values.cumsum(-1)
-    total = sums[..., -1:]
-    slack = 64 * torch.finfo(sums.dtype).eps
-    short = (sums < total * (mass - slack)).sum(-1, keepdim=True)
-    count = (short + 1).masked_fill(total == 0, 0).to(sums.dtype)
-    return {"coverage": count, "visible": visible}
 
 
 def potential(tile: Tile, a: Arguments, *, shift: bool) -> dict[str, Tensor | Product]:

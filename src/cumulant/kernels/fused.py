@@ -38,7 +38,7 @@ def _plan(arguments: Named, band: Band) -> _Plan | None:
     query, key, value = (arguments[n] for n in ("query", "key", "value"))
     if query.device.type != "cpu" or query.dtype not in _DTYPES or "seed" in arguments:
         return None
-    if "query_tag" in arguments:
+    if "query_tag" in arguments or "cap" in arguments:
         return None
     masked = "mask" in arguments or "bias" in arguments
     if not band.open and (band != _CAUSAL or masked):

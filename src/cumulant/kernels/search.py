@@ -14,7 +14,8 @@ from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX, with_scale
-from cumulant.kernels.tiles import Program, Result, evaluate, walk
+from cumulant.kernels.rows import dropped, sort_rows
+from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate, walk
 from cumulant.kernels.workspace import Workspace
 
 __all__ = ["Largest", "coverage", "largest"]
@@ -68,7 +69,7 @@ def coverage(
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
     program = Program(
-        function=with_scale(partial(formulas.coverage, mass=mass), options.scale),
+        function=with_scale(partial(_coverage, mass=mass), options.scale),
         indices=INDEX,
         results=tuple(Result(x, "i", (*batch, m, 1)) for x in ("coverage", "visible")),
         grid=(m, n),
@@ -77,3 +78,13 @@ def coverage(
     )
     out = evaluate(program, arguments)
     return out["coverage"].long(), out["visible"].long()
+
+
+def _coverage(tile: Tile, a: Arguments, *, mass: float) -> Arguments:
+    """How many of the largest weights it takes to hold `mass` of the whole (T21), on whole rows."""
+    l_mn = formulas.log_weights(tile, a)
+    visible = formulas.row_sum(l_mn > -math.inf).to(l_mn.dtype)
+    p_mn = sort_rows(tile.work.exp2(l_mn))
+    total = formulas.row_sum(p_mn)
+    count = p_mn.shape[-1] - dropped(p_mn, total * (1 - mass))
+    return {"coverage": count.masked_fill(total == 0, 0).to(p_mn.dtype), "visible": visible}

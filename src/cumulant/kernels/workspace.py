@@ -132,6 +132,9 @@ class Workspace:
     def exp2(self, x: Tensor, *, fresh: bool = False) -> Tensor:
         return torch.exp2(x, out=self._target(x, fresh=fresh))
 
+    def tanh(self, x: Tensor) -> Tensor:
+        return torch.tanh(x, out=self._target(x))
+
     def clamp_min(self, x: Tensor, floor: float) -> Tensor:
         return torch.clamp(x, min=floor, out=self._target(x))
 
