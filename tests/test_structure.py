@@ -16,7 +16,7 @@ SOURCE = Path(cm.__file__).parent
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
     *("errors", "figures", "kernels", "measures", "attention", "dynamics"),
-    *("memory", "contrastive", "filtering", "nn", "bench", "cli"),
+    *("memory", "contrastive", "filtering", "nn", "lens", "bench", "cli"),
 ]
 
 
@@ -91,6 +91,7 @@ def test_public_surface():
         "dynamics",
         "filtering",
         "from_torch",
+        "lens",
         "maximum_entropy",
         "memory",
         "merge",

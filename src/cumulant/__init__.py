@@ -4,7 +4,7 @@ Attention is a measure over keys tilted by the query, and everything people want
 derivative of its log-normalizer G.
 """
 
-from cumulant import contrastive, dynamics, filtering, memory, nn
+from cumulant import contrastive, dynamics, filtering, lens, memory, nn
 from cumulant.attention import (
     Attended,
     attend,
@@ -69,6 +69,7 @@ __all__ = [
     "dynamics",
     "filtering",
     "from_torch",
+    "lens",
     "maximum_entropy",
     "memory",
     "merge",

@@ -82,6 +82,12 @@ _BENCHES = {
 
         Needs filterpy and statsmodels. About three minutes; --quick takes half a minute.""",
     ),
+    "lens": (
+        "What the lens costs",
+        """The lens against a model's forward pass and against eager attention with its weights.
+
+        Needs the extras lens and demo. About five minutes; --quick takes half a minute.""",
+    ),
 }
 
 

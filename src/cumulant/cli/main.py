@@ -8,6 +8,7 @@ import typer
 
 from cumulant.cli.bench import bench
 from cumulant.cli.filter import filter_series
+from cumulant.cli.lens import lens
 from cumulant.cli.simulate import simulate
 from cumulant.errors import InputError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(simulate)
 app.command("filter")(filter_series)
+app.command()(lens)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,22 @@
+"""The lens: what attention does in a real model, as numbers of an exponential family."""
+
+from cumulant.lens.columns import COLUMNS, TABLES
+from cumulant.lens.examination import Examination, compare
+from cumulant.lens.examine import Progress, examine
+from cumulant.lens.interface import register
+from cumulant.lens.models import load
+from cumulant.lens.observe import observe
+from cumulant.lens.tables import Lens
+
+__all__ = [
+    "COLUMNS",
+    "TABLES",
+    "Examination",
+    "Lens",
+    "Progress",
+    "compare",
+    "examine",
+    "load",
+    "observe",
+    "register",
+]

