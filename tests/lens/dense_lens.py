@@ -8,6 +8,8 @@ import numpy as np
 import pandas
 import torch
 
+import cumulant as cm
+
 KEYS = ["input", "layer", "head", "token"]
 NUMBERS = [
     *("log_normalizer", "entropy", "effective_keys", "score_variance", "top_weight"),
@@ -142,3 +144,21 @@ def assert_tables(table, wanted, tolerance):
     assert all(found == class_of(k, visible) for found, k, visible in rows)
     clear = wanted["top_weight"] - wanted["second_weight"] > slack
     assert table["top_key"][clear].tolist() == wanted["top_key"][clear].tolist()
+
+
+def assert_equal_tables(first, second, tolerance):
+    """Two tables of the lens say the same."""
+    for name in (*KEYS, "visible"):
+        assert first[name].tolist() == second[name].tolist(), name
+    assert first["attention"].tolist() == second["attention"].tolist()
+    for name in NUMBERS:
+        np.testing.assert_allclose(
+            first[name], second[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def seen_while(model, *args, **kwargs):
+    """The lens after one call without gradients."""
+    with torch.no_grad(), cm.lens.observe(model) as lens:
+        model(*args, **kwargs)
+    return lens

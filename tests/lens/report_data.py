@@ -169,8 +169,9 @@ def depth_table(rng: np.random.Generator, layers: int) -> pd.DataFrame:
 
 def expansion_table(rng: np.random.Generator, layers: int) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
-    named = (("attention", ""), ("feed_forward", ""), ("norm", "norm_1"), ("norm", "norm_2"))
-    level = {"attention": 1.12, "feed_forward": 1.3, "norm": 0.8}
+    norms = (("norm", "norm_1"), ("norm", "norm_2"))
+    named = (("attention", ""), ("feed_forward", ""), *norms, ("block", ""))
+    level = {"attention": 1.12, "feed_forward": 1.3, "norm": 0.8, "block": 1.05}
     for layer in range(layers):
         for sublayer, name in named:
             for which in ("all", "without_sinks"):
@@ -188,12 +189,15 @@ def expansion_table(rng: np.random.Generator, layers: int) -> pd.DataFrame:
 
 
 def partition_table() -> pd.DataFrame:
-    radius = np.array([0.5, 1, 2, 4, 8])
-    sd = 0.02 * radius**1.5
+    """Two rows for each radius: vectors as they are, and about their mean."""
+    radius = np.repeat([0.25, 0.5, 1, 2, 4, 8], 2)
+    centered = np.tile([False, True], 6)
+    sd = np.where(centered, 0.02, 0.06) * radius**1.5
     mean = np.log(30522) + radius**2 / 40
     return pd.DataFrame(
         {
-            **{"radius": radius, "directions": "random", "mean": mean, "sd": sd},
-            **{"q025": mean - 2 * sd, "q975": mean + 2 * sd, "relative_sd": np.exp(sd) - 1},
+            **{"radius": radius, "norm": 18 * radius, "centered": centered},
+            **{"directions": "random", "mean": mean, "sd": sd},
+            **{"q025": mean - 2 * sd, "q975": mean + 2 * sd, "relative_sd": np.exp(3 * sd) - 1},
         }
     )

@@ -7,10 +7,11 @@ import pandas as pd
 import pytest
 
 from cumulant.lens.report import ReportData, findings
-from cumulant.lens.report.numbers import number, share, shortened_all
+from cumulant.lens.report.numbers import deviation, number, share, shortened_all
+from cumulant.lens.report.typeset import typeset
 
 
-def found(section: str, **tables: pd.DataFrame):
+def found(section: str, **tables):
     matching = [f for f in findings(ReportData("m", **tables)) if f.section == section]
     assert len(matching) == 1
     return matching[0]
@@ -98,14 +99,53 @@ def test_gaussianity_counts_rejections_against_chance():
     assert fine.headline == "No layer's hidden states are told from Gaussian"
 
 
-def test_partition_compares_the_smallest_and_the_largest_radius():
-    table = pd.DataFrame(
-        {"radius": [4.0, 0.5, 1.0], "relative_sd": [2.5, 0.004, 0.02], "mean": [1.0, 1.0, 1.0]}
+RADII = [4.0, 0.25, 0.5, 1.0, 8.0, 2.0]
+
+
+def test_partition_quotes_the_centered_rows():
+    centered = pd.DataFrame(
+        {"radius": RADII, "centered": True, "relative_sd": [11.5, 0.002, 0.008, 0.04, 15.8, 0.27]}
     )
+    plain = centered.assign(centered=False, relative_sd=[12.6, 0.025, 0.05, 0.12, 15.9, 0.3])
+    both = pd.concat([plain, centered], ignore_index=True).assign(mean=1.0)
+    finding = found("partition", partition=both)
+    assert finding.headline == "The partition function is nearly constant up to radius 1"
+    assert "0.2% to 4.0% (relative sd) at radii 0.25 to 1" in finding.sentence
+    assert "by more than 11 times its mean at radius 4" in finding.sentence
+    assert "with their mean left in, by 12% at radius 1" in finding.sentence
+    assert "radius 8" not in finding.sentence  # where one direction outweighs all others
+
+
+def test_partition_without_centered_rows():
+    table = pd.DataFrame({"radius": [4.0, 0.5], "relative_sd": [1.5, 0.4], "mean": [1.0, 1.0]})
     finding = found("partition", partition=table)
-    assert finding.headline == "The partition function is nearly constant at radius 0.5"
-    assert "0.4%" in finding.sentence
-    assert "250% at radius 4" in finding.sentence
+    assert finding.headline == "The partition function is not constant, even at radius 0.5"
+    assert "varies by 40% (relative sd) at radius 0.5, and by 150% at radius 4." in finding.sentence
+    far = found("partition", partition=table.assign(radius=[20.0, 10.0]))
+    assert "by 40% (relative sd) at radius 10." in far.sentence
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ([0.4, 0.5, 0.2], [0.6, 0.4, 0.8], "value and output weights: 2 of 3 layers"),
+        ([0.4, 0.5, 0.9], [0.6, 0.4, 0.8], "query and key weights: 2 of 3 layers"),
+        ([0.4, 0.5, None], [0.6, 0.4, 0.8], "value and output weights: 1 of 2 layers"),
+    ],
+)
+def test_sensitivity_says_which_weights_and_in_how_many_layers(first, second, says):
+    layers = pd.DataFrame({"layer": range(3), "sensitivity_qk": first, "sensitivity_vo": second})
+    assert found("sensitivity", layers=layers).headline == f"The output hangs more on {says}"
+
+
+def test_sensitivity_states_medians_as_percentages():
+    layers = pd.DataFrame(
+        {"layer": [0, 1, 2], "sensitivity_qk": [0.1, 0.3, 0.2], "sensitivity_vo": [0.5, 0.7, 1.2]}
+    )
+    sentence = found("sensitivity", layers=layers, run={"texts": 40}).sentence
+    assert "value and output weights of one layer change by 1%" in sentence
+    assert "moves by 0.70%; if the query and key weights do, by 0.20%" in sentence
+    assert "on the first text" in sentence
 
 
 def test_sentences_speak_of_these_texts():
@@ -113,6 +153,37 @@ def test_sentences_speak_of_these_texts():
     table = heads(energy_change=[-1.0, -1.0])
     assert "on these 3 texts" in found("energy", heads=table, tokens=tokens).sentence
     assert "on this text" in found("energy", heads=table, tokens=tokens[:1]).sentence
+    # The heads are of all texts, the table of tokens of those shown: the run knows how many.
+    run = {"texts": 1200, "inputs": 1300}
+    assert "on these 1,200 texts" in found("energy", heads=table, tokens=tokens, run=run).sentence
+    sinks = heads(sink_mass=[0.1, 0.1])
+    seen = tokens.assign(visible=4)
+    assert "uniform" in found("maps", heads=sinks, tokens=seen).sentence
+    assert "uniform" not in found("maps", heads=sinks, tokens=seen, run=run).sentence
+
+
+def test_a_sink_logit_is_named_where_there_is_one():
+    tokens = pd.DataFrame({"input": [0, 0], "token": [0, 1], "sink_logit_mass": [0.0, 0.0]})
+    table = heads(sink_mass=[0.1, 0.1])
+    assert "sink logit" not in found("maps", heads=table, tokens=tokens).sentence
+    with_sink = tokens.assign(sink_logit_mass=[0.0, 0.2])
+    assert "or the sink logit" in found("maps", heads=table, tokens=with_sink).sentence
+
+
+@pytest.mark.parametrize(
+    ("plain", "shown"),
+    [
+        ("H_i = -sum_j p_ij log p_ij", "H{sub i} = −Σ{sub j} p{sub ij} log p{sub ij}"),
+        ("tr(AA') of A = W_q W_k': 1", "tr(AA{sup T}) of A = W{sub q} W{sub k}{sup T}: 1"),
+        ("s * lambda_max(Cov_i[k]), q -> E[k]", "s · λ{sub max}(Cov{sub i}[k]), q → E[k]"),
+        ("exp <v_w, c> in [-1, 1], |x|^2", "exp ⟨v{sub w}, c⟩ in [−1, 1], |x|{sup 2}"),
+        ("feed_forward, the hidden states' sum of the text's k90", None),
+        ("cross-validated; sink_mass < 3 > 2", None),
+    ],
+)
+def test_formulas_are_set_and_words_left_alone(plain, shown):
+    pieces = [f"{{{e} {text}}}" if e else text for e, text in typeset(plain)]
+    assert "".join(pieces) == (shown or plain)
 
 
 def test_numbers_for_people():
@@ -133,6 +204,11 @@ def test_numbers_for_people():
         "29%",
         "over 99.9%",
         "100%",
+    ]
+    assert [deviation(x) for x in (0.004, 1.99, 11.9)] == [
+        "0.4%",
+        "199%",
+        "more than 11 times its mean",
     ]
 
 

@@ -200,7 +200,10 @@ class _Run:
                 {"input": number, "text": chunk[text].name, "tokens": len(ids)}
             )
             if number < SHOWN and len(self.state.shown) == number and len(ids) <= SHOWN_TOKENS:
-                self.state.shown.append([chunk[text].name, tokens])
+                shown: list[Any] = [chunk[text].name, tokens]
+                if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+                    shown.append(["<start>", *tokens[:-1]])  # what the decoder reads, as `batches`
+                self.state.shown.append(shown)
 
     def _sensitivity(self, layers: list[Layer]) -> dict[int, dict[str, float | None]]:
         """Of the first text's output to the weights of each layer (T23); it takes gradients."""

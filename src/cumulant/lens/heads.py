@@ -17,6 +17,8 @@ from cumulant.measures.empirical import Empirical
 __all__ = ["Link", "energy_change", "link"]
 
 _FOLDS = 5
+# Of the heads whose link must be solved for, so many in a call: half a second to seconds each.
+SOLVED_HEADS = 2
 # Penalties of the affine map, in units of the largest eigenvalue of its inputs' moments.
 _PENALTIES = tuple(10.0**k for k in range(-10, 3))
 # Nearer to the boundary of the hull than this (the least variance left, in units of the keys' own)
@@ -71,7 +73,9 @@ def link(call: AttentionCall, real: Tensor, *, means: int = 64, seed: int = 0) -
     The measure h of a text and head has mass one at the keys of its real tokens, and the sink
     logit's mass at 0 if there is one. Attention puts token i at the mean mu_i = E_i[k]; its true
     natural parameter is eta_i = link of h at mu_i (T8). Without mask and bias that is scale q_i, as
-    far as the keys' affine span shows it; with a causal mask h has keys that token i did not see.
+    far as the keys' affine span shows it; with a causal mask h has keys that token i did not see,
+    and it is solved for: in two heads of a layer, at tokens of the later half (the mean of a few
+    keys lies on a face of the hull of all, where there is no link).
 
     - linear: ridge regression of eta on mu, tried in five folds on means it was not fitted to: 1
       for Gaussian keys, where eta = Cov^-1 (mu - m). The penalty is the best of thirteen on the
@@ -107,12 +111,22 @@ def link(call: AttentionCall, real: Tensor, *, means: int = 64, seed: int = 0) -
     tally = _Tally(heads)
     for text, flags in enumerate(real.cpu()):
         tokens = flags.nonzero()[:, 0]
-        chosen = tokens[torch.randperm(len(tokens), generator=generator)[:means]]
+        late = tokens[len(tokens) // 2 :] if _hides(call, text, tokens) else tokens
+        chosen = late[torch.randperm(len(late), generator=generator)[:means]]
         if len(chosen):
             measure = _measure(key[text][:, tokens.to(key.device)], call.sinks)
             mean, guess = both[text][:, chosen.to(key.device)].chunk(2, -1)
-            tally.add(measure, mean, guess)
+            tally.add(measure, mean, guess, call.scale * query[text][:, chosen.to(key.device)])
     return tally.link()
+
+
+def _hides(call: AttentionCall, text: int, tokens: Tensor) -> bool:
+    """Whether some token of a text does not see all of its tokens; padding aside."""
+    if call.mask is None:
+        return call.causal
+    mask = call.mask.expand(call.query.shape[0], -1, call.query.shape[2], call.key.shape[2])
+    own = mask[text][:, tokens.to(mask.device)][..., tokens.to(mask.device)]
+    return call.causal or not bool(own.all())
 
 
 def _measure(key: Tensor, sinks: Tensor | None) -> Empirical:
@@ -128,18 +142,18 @@ class _Tally:
     """Sums of squares ``(H,)`` over texts."""
 
     def __init__(self, heads: int) -> None:
-        self._found, self._asked = torch.zeros(heads), 0
+        self._found, self._asked = torch.zeros(2, heads)
         self._linear, self._trained, self._total = torch.zeros(3, heads, dtype=torch.float64)
 
-    def add(self, measure: Empirical, mean: Tensor, guess: Tensor) -> None:
-        """One text: means ``(H, m, d)`` and what the trained weights make of them."""
-        eta, status = measure.link(mean, throw=False)
+    def add(self, measure: Empirical, mean: Tensor, guess: Tensor, made_by: Tensor) -> None:
+        """One text: means ``(H, m, d)``, what the trained weights make of them, what made them."""
+        eta, converged, asked = _solved(measure, mean, made_by)
         center, spread = measure._extent()
         whiten, blind = _frame(spread)
         spread = whiten[:, None] @ measure.covariance(eta) @ whiten[:, None] + blind[:, None]
-        good = status.converged & (torch.linalg.eigvalsh(spread)[..., 0] > _RESOLVED)
+        good = converged & (torch.linalg.eigvalsh(spread)[..., 0] > _RESOLVED)
         guess = measure._visible(guess)
-        self._asked += good.shape[1]
+        self._asked += good.shape[1] * asked.cpu()
         self._found += good.sum(1).cpu()
         inputs = (mean - center) @ whiten
         for head, rows in enumerate(good):
@@ -153,6 +167,28 @@ class _Tally:
         scores = (1 - residual / self._total for residual in (self._linear, self._trained))
         linear, trained = (x.masked_fill(~x.isfinite(), torch.nan).float() for x in scores)
         return Link(linear, trained, self._found / self._asked)
+
+
+def _solved(measure: Empirical, mean: Tensor, made_by: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The link at the means, where it was found, and which heads were asked.
+
+    Where a token saw all keys, its query made the mean: if it gives that mean, it is the link,
+    because there is no other (T8). Heads where some query does not are solved.
+    """
+    eta = measure._visible(made_by)
+    size = 1 + mean.abs().amax((-1, -2))
+    solved = (measure.mean(eta) - mean).abs().amax(-1) <= 1e-10 * size[:, None]
+    left = (~solved.all(-1)).nonzero()[:, 0]
+    asked = torch.ones(len(mean), dtype=torch.bool, device=mean.device)
+    if len(left) > SOLVED_HEADS:  # evenly spaced; the others are not asked
+        asked[left] = False
+        left = left[torch.linspace(0, len(left) - 1, SOLVED_HEADS, device=left.device).long()]
+        asked[left] = True
+    if len(left):
+        some = measure._rebuilt({n: x[left] for n, (x, _) in measure._leaves().items()})
+        found = some.link(mean[left], throw=False)
+        eta[left], solved[left] = found.value, found.status.converged
+    return eta, solved & asked[:, None], asked
 
 
 def _frame(covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,8 @@ class Recorder:
         self.calls = 0
         self.next_input = 0
         self._last: list[int] = []
+        self._last_outermost = ""
+        self._known: dict[str, Tensor] = {}  # what is padding, by stack, for its next steps
 
     def owns(self, module: nn.Module) -> bool:
         return id(module) in self.stack.names
@@ -141,11 +143,12 @@ class Recorder:
         return known
 
     def _inputs(self, frame: Frame, count: int) -> list[int]:
-        """Numbers of the texts; a cache, or given encoder outputs, continue the last ones."""
+        """Numbers of the texts; a cache, or what an encoder just gave, continue the last ones."""
         if not frame.inputs:
-            goes_on = (
-                frame.outermost.past > 0 or frame.outermost.given.get("encoder_outputs") is not None
-            )
+            now = frame.outermost
+            encoded = now.given.get("encoder_outputs") is not None
+            goes_on = now.past > 0 or (encoded and now.name != self._last_outermost)
+            self._last_outermost = now.name
             if goes_on and len(self._last) == count:
                 frame.inputs = self._last
             else:
@@ -178,10 +181,10 @@ class Recorder:
         else:
             total = past + m
             queries = _flat(owner, "attention_mask", (batch, total), device)
+            stack = "" if owner is None else owner.name
             if queries is None:
-                queries = torch.ones(batch, total, dtype=torch.bool, device=device)
-                if m == n:
-                    queries = _unhidden(call, batch, n)
+                queries = self._guessed(call, stack, past)
+            self._known[stack] = queries
             start = max(0, total - n)  # a window's cache has dropped the oldest keys
             real_keys = torch.zeros(batch, n, dtype=torch.bool, device=device)
             real_keys[:, : total - start] = queries[:, start:]
@@ -191,6 +194,20 @@ class Recorder:
         token = queries.cumsum(-1) - 1
         key_token = _numbers(real_keys, 0 if call.cross else token[:, -1:] + 1)
         return Positions(queries[:, -m:], token[:, -m:], key_token, own)
+
+    def _guessed(self, call: AttentionCall, stack: str, past: int) -> Tensor:
+        """What is no padding, ``(B, past + M)``, where the model was given no mask of its texts.
+
+        Static caches are called with finished masks: a key hidden from all queries is padding, and
+        what a cache holds was seen in the step before.
+        """
+        batch, _, m, _ = call.query.shape
+        known = self._known.get(stack)
+        if past and known is not None and len(known) == batch and known.shape[1] >= past:
+            return torch.cat([known[:, :past], torch.ones_like(known[:, :1]).expand(-1, m)], 1)
+        if past == 0 and call.key.shape[2] >= m:
+            return _unhidden(call, batch, call.key.shape[2])[:, :m]
+        return torch.ones(batch, past + m, dtype=torch.bool, device=call.query.device)
 
 
 def _is_model(running: Running) -> bool:

@@ -63,7 +63,7 @@ class Stack:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = _bound(module, args, kwargs)
         now = Running(module, self.names[id(module)], given, _seen_before(given))
-        if not self.running:
+        if not self.running and not _in_backward():
             self.frame = Frame(self.frames, now)
             self.frames += 1
         self.running.append(now)
@@ -105,6 +105,11 @@ def _seen_before(given: dict[str, Any]) -> int:
         return int(length())
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
         return 0
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is running: a checkpoint is then computed again, which is no call."""
+    return import_module("torch._C")._current_graph_task_id() != -1
 
 
 def under_transform(x: Tensor) -> bool:

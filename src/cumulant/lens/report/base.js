@@ -33,6 +33,9 @@ function format(value, kind) {
   return text.replace("-", "−");
 }
 
+// Relative deviations above 200% read better as factors.
+const deviation = (value) => value >= 2 ? `×${format(value)}` : format(value, "share");
+
 const rowsOf = (table) => {
   if (!table) return [];
   const names = Object.keys(table);
@@ -49,7 +52,7 @@ function scaleOf(values, kind) {
   // A share starts at nothing, so that a faint map means small shares.
   if (kind === "share") low = Math.min(0, low);
   if (kind === "log" && low <= 0) kind = "number";
-  if (low === high) high = low + 1;
+  if (low === high) return { kind: "number", low, high: low + 1, only: format(low, kind) };
   return { kind, low, high };
 }
 const CLASSES = ["I", "II", "III", "IV"];
@@ -77,11 +80,15 @@ function legend(scale, label) {
     const color = scale.kind === "signed" ? colorOf(scale, at) : { name: "seq", t: at };
     bar.append(html("span", { class: `${color.name} swatch`, css: { "--t": color.t } }));
   }
+  if (scale.only) return html("div", { class: "legend" }, html("span", {}, `${label}: ${scale.only} everywhere`));
   const kind = scale.kind === "share" ? "share" : "number";
   const note = scale.kind === "log" ? " (log scale)" : "";
-  return html("div", { class: "legend" }, html("span", {}, label + note),
-    html("span", {}, format(scale.low, kind)), bar, html("span", {}, format(scale.high, kind)));
+  return html("div", { class: "legend" }, html("span", {}, label + note), html("span", { class: "key-item" },
+    html("span", {}, format(scale.low, kind)), bar, html("span", {}, format(scale.high, kind))));
 }
+
+// A formula that came as pieces [element, text].
+const formula = (pieces) => pieces.map(([element, text]) => element ? html(element, {}, text) : text);
 
 const tip = byId("tip");
 function showTip(node, title, rows) {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from cumulant.lens.columns import COLUMNS, Column
+from cumulant.lens.columns import COLUMNS, TABLES, Column
+from cumulant.lens.report.numbers import Frame, has
 
-__all__ = ["HEADS", "SUBLAYERS", "TOKENS", "Shown", "definitions"]
+__all__ = ["HEADS", "SUBLAYERS", "TOKENS", "Defined", "Shown", "definitions"]
 
 
 class Shown(NamedTuple):
@@ -58,11 +60,29 @@ SUBLAYERS = (
     ("attention", "Attention"),
     ("cross_attention", "Cross-attention"),
     ("feed_forward", "Feed-forward"),
-    ("block", "Parallel block"),
     ("norm", "Normalization"),
+    ("block", "Whole block"),
 )
 
 
-def definitions(shown: set[str]) -> list[Column]:
-    """The columns that the tables of this report have, with unit, definition and theory."""
-    return [column for name, column in COLUMNS.items() if name in shown]
+class Defined(NamedTuple):
+    """A table: its name, what a row is, the columns it adds, and the names of those said before."""
+
+    table: str
+    about: str
+    columns: list[Column]
+    again: list[str]
+
+
+def definitions(tables: Mapping[str, Frame | None]) -> list[Defined]:
+    """The columns that hold something, by table; each is defined where it comes up first."""
+    said: set[str] = set()
+    found: list[Defined] = []
+    for table, frame in tables.items():
+        names = [name for name in COLUMNS if has(frame, name)]
+        new = [COLUMNS[name] for name in names if name not in said]
+        if names:
+            again = [name for name in names if name in said]
+            found.append(Defined(table, TABLES.get(table, ""), new, again))
+        said.update(names)
+    return found

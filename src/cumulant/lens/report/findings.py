@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumulant.lens.report.numbers import column, count, has, number, share
+from cumulant.lens.report.numbers import column, count, deviation, has, number, share
 
 if TYPE_CHECKING:
     from cumulant.lens.report.page import ReportData
@@ -16,6 +17,8 @@ __all__ = ["Finding", "findings"]
 CLASSES = ("I", "II", "III", "IV")
 # From here on we call a score matrix nearly symmetric, and nearly positive.
 NEARLY = 0.9
+# Under this relative deviation a partition function counts as nearly constant.
+STEADY = 0.1
 
 
 class Finding(NamedTuple):
@@ -56,9 +59,28 @@ def _listed(layers: list[int]) -> str:
     return f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
 
 
+def _texts(data: ReportData) -> int:
+    """How many texts the tables speak of: of a long run, the table of tokens has only the first."""
+    known = data.run.get("texts")
+    if isinstance(known, int):
+        return known
+    return int(data.tokens["input"].nunique()) if has(data.tokens, "input") else 0
+
+
+def _inputs(data: ReportData) -> int:
+    """How many inputs were run, or 0 if that is not known: texts, or pieces of them."""
+    known = data.run.get("inputs")
+    return known if isinstance(known, int) else 0
+
+
 def _here(data: ReportData) -> str:
-    texts = int(data.tokens["input"].nunique()) if has(data.tokens, "input") else 0
-    return "on this text" if texts == 1 else f"on these {texts} texts" if texts else "here"
+    texts = _texts(data)
+    return "on this text" if texts == 1 else f"on these {texts:,} texts" if texts else "here"
+
+
+def _first(data: ReportData) -> str:
+    """For what takes long and is done for one text."""
+    return "on the first text" if _texts(data) > 1 else _here(data)
 
 
 def _classes(data: ReportData) -> Finding | None:
@@ -92,10 +114,13 @@ def _sinks(data: ReportData) -> Finding | None:
     heavy = sorted(layer for layer, value in means.items() if value > 0.5)
     top = max(means, key=lambda k: means[k])
     uniform = ""
-    if has(data.tokens, "visible"):
+    if has(data.tokens, "visible", "input") and data.tokens["input"].nunique() >= _inputs(data):
         visible = data.tokens["visible"]  # perhaps a million rows: pandas' own arithmetic
         spread = float((1 / visible[visible > 0]).mean())
         uniform = f" (uniform attention would put {share(spread)} there)"
+    logits = data.tokens["sink_logit_mass"] if has(data.tokens, "sink_logit_mass") else None
+    sinks = logits is not None and bool((logits > 0).any())
+    what = "the first token or the sink logit" if sinks else "the first token"
     where = (
         f"in {_listed(heavy)} it is more than half"
         if heavy
@@ -103,8 +128,8 @@ def _sinks(data: ReportData) -> Finding | None:
     )
     return Finding(
         f"{share(everything)} of attention rests on the sink",
-        f"Averaged over heads and tokens, {share(everything)} of the weight sits on the first "
-        f"token or the sink logit {_here(data)}{uniform}; {where}.",
+        f"Averaged over heads and tokens, {share(everything)} of the weight sits on {what} "
+        f"{_here(data)}{uniform}; {where}.",
         "Mean of sink_mass over the tokens of each head, then over heads.",
         "maps",
     )
@@ -151,7 +176,7 @@ def _energy(data: ReportData) -> Finding | None:
         f"{number(median(change))}"
     )
     if rises:
-        sentence += f"; it rose for {share(mean(rises))} of the tokens"
+        sentence += f"; it rose for {share(mean(rises)) if any(rises) else 'none'} of the tokens"
     return Finding(
         f"Energy falls in {falling} of {count(len(change), 'head')}",
         sentence + ".",
@@ -178,7 +203,7 @@ def _potential(data: ReportData) -> Finding | None:
         f"Nearly symmetric, positive scores: {good} of {count(len(pairs), 'head')}",
         f"Only there is G a potential of the step (symmetry and definiteness at least {NEARLY}); "
         f"symmetry has median {number(middle)} and reaches {number(top)}.",
-        "W_q W_k' of each head, from the weights alone: the same for every text.",
+        "W_q W_kᵀ of each head, from the weights alone: the same for every text.",
         "maps",
     )
 
@@ -193,7 +218,7 @@ def _shape(data: ReportData) -> Finding | None:
         headline = "No layer's hidden states are told from Gaussian"
     sentence = (
         f"Normality is rejected at 5% in {rejected} of {count(len(p), 'layer')} {_here(data)} "
-        f"({number(0.05 * len(p))} expected by chance)"
+        f"({0.05 * len(p):g} expected by chance)"
     )
     residual = _numbers(data, "layers", "rank_residual")
     if len(residual) > 1:
@@ -206,21 +231,76 @@ def _shape(data: ReportData) -> Finding | None:
     )
 
 
+def _sensitivity(data: ReportData) -> Finding | None:
+    pairs = [
+        (float(a), float(b))
+        for a, b in zip(
+            column(data.layers, "sensitivity_qk"),
+            column(data.layers, "sensitivity_vo"),
+            strict=False,
+        )
+        if a is not None and b is not None
+    ]
+    if not pairs:
+        return None
+    second = sum(b > a for a, b in pairs)
+    names = ["query and key weights", "value and output weights"]
+    middle = [median(a for a, _ in pairs), median(b for _, b in pairs)]
+    layers = len(pairs) - second
+    if (2 * second, middle[1]) > (len(pairs), middle[0]):
+        names, middle, layers = names[::-1], middle[::-1], second
+    return Finding(
+        f"The output hangs more on {names[0]}: {layers} of {count(len(pairs), 'layer')}",
+        f"If the {names[0]} of one layer change by 1% at random, the output moves by "
+        f"{number(middle[0], 2)}%; if the {names[1]} do, by {number(middle[1], 2)}% (medians of "
+        f"layers, {_first(data)}). The former is more in {layers} of {count(len(pairs), 'layer')}.",
+        "Gradients of the output, to first order in the change (T23).",
+        "sensitivity",
+    )
+
+
 def _partition(data: ReportData) -> Finding | None:
     if not has(data.partition, "radius", "relative_sd"):
         return None
-    radii = column(data.partition, "radius")
-    spread = column(data.partition, "relative_sd")
-    rows = sorted((float(r), float(s)) for r, s in zip(radii, spread, strict=True) if s is not None)
-    (small, low), (large, high) = rows[0], rows[-1]
-    steady = "nearly constant" if low < 0.1 else "not constant"
+    plain, centered = _deviations(data, centered=False), _deviations(data, centered=True)
+    rows = centered or plain
+    if not rows:
+        return None
+    steady = max(takewhile(lambda r: rows[r] < STEADY, rows), default=None)
+    headline = (
+        f"The partition function is nearly constant up to radius {steady:g}"
+        if steady is not None
+        else f"The partition function is not constant, even at radius {min(rows):g}"
+    )
+    near = [r for r in rows if r <= 1] or [min(rows)]
+    # Farther out a few directions outweigh all others, and the figure says how many were drawn.
+    far = [r for r in rows if 1 < r <= 4 and r > near[-1]]
+    first, last = near[0], near[-1]
+    span = f"radius {first:g}"
+    values = deviation(rows[first])
+    if last > first:
+        span, values = f"radii {first:g} to {last:g}", f"{values} to {deviation(rows[last])}"
+    about = " with the embeddings taken about their mean" if centered else ""
+    sentence = f"Over random directions Z varies by {values} (relative sd) at {span}{about}"
+    if far:
+        sentence += f", and by {deviation(rows[far[-1]])} at radius {far[-1]:g}"
+    if centered and last in plain:
+        sentence += f"; with their mean left in, by {deviation(plain[last])} at radius {last:g}"
     return Finding(
-        f"The partition function is {steady} at radius {small:g}",
-        f"Over random directions Z varies by {share(low)} (relative standard deviation) at radius "
-        f"{small:g}, and by {share(high)} at radius {large:g}.",
-        "Z(c) = sum over words of exp⟨v, c⟩ for input embeddings (T31).",
+        headline,
+        sentence + ".",
+        "Z(c) = sum over words of exp⟨v, c⟩ for input embeddings (T31); at radius 1 the scores "
+        "⟨v, c⟩ have standard deviation 1.",
         "partition",
     )
+
+
+def _deviations(data: ReportData, *, centered: bool) -> dict[float, float]:
+    """Radius to relative deviation of Z, for embeddings as they are or about their mean."""
+    radii, spread = column(data.partition, "radius"), column(data.partition, "relative_sd")
+    kinds = column(data.partition, "centered") or [False] * len(radii)
+    rows = zip(radii, spread, kinds, strict=True)
+    return dict(sorted((float(r), float(s)) for r, s, k in rows if s is not None and k == centered))
 
 
 def _link(data: ReportData) -> Finding | None:
@@ -231,7 +311,7 @@ def _link(data: ReportData) -> Finding | None:
     middle = median(linear)
     sentence = (
         f"The best linear map explains a median of {number(middle)} (R², cross-validated) of the "
-        f"true link over {count(len(linear), 'head')} {_here(data)}"
+        f"true link over {count(len(linear), 'head')} {_first(data)}"
     )
     if trained:
         beaten = sum(x > 0 for x in trained)
@@ -259,5 +339,6 @@ QUESTIONS: tuple[Callable[[ReportData], Finding | None], ...] = (
     _potential,
     _link,
     _shape,
+    _sensitivity,
     _partition,
 )

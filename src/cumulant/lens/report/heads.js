@@ -10,7 +10,14 @@ function choose(layer, head, from) {
   for (const tell of whenChosen) tell(from);
 }
 
-const headTitle = (h) => `Layer ${h.layer}, head ${h.head}${h.attention === "cross" ? " (cross-attention)" : ""}`;
+// Of an encoder-decoder model, which side a layer is on, from the name of its module.
+const sides = new Map(heads.some((h) => h.attention === "cross") ? heads.map((h) => [h.layer,
+  h.attention === "cross" ? "cross" : /decoder/.test(h.module || "") ? "decoder" : "encoder"]) : []);
+const layerName = (layer) => sides.has(layer) ? `${sides.get(layer)} ${layer}` : String(layer);
+const layerTitle = (layer) => `Layer ${layer}${sides.has(layer) ? ` (${sides.get(layer)})` : ""}`;
+const layerRoom = sides.size ? 78 : 34;
+
+const headTitle = (h) => `${layerTitle(h.layer)}, head ${h.head}`;
 const headRows = (h) => data.statistics.heads
   .filter((s) => h[s.column] !== null && h[s.column] !== undefined)
   .map((s) => [s.label, format(h[s.column], s.kind)]);
@@ -19,7 +26,7 @@ function drawMap(box, width) {
   const statistic = kindOf[byId("map-statistic").value];
   const scale = scaleOf(heads.map((h) => h[statistic.column]), statistic.kind);
   const columns = Math.max(...heads.map((h) => h.head)) + 1;
-  const left = 34, top = 22;
+  const left = layerRoom, top = 22;
   const cellWidth = Math.max(20, Math.min(76, Math.floor((width - left - 8) / columns)));
   const cellHeight = Math.max(20, Math.min(34, cellWidth));
   const size = [left + columns * cellWidth + 2, top + layerNumbers.length * cellHeight + 2];
@@ -29,7 +36,7 @@ function drawMap(box, width) {
   for (let h = 0; h < columns; h += every)
     root.append(svg("text", { x: left + (h + 0.5) * cellWidth, y: top - 8, "text-anchor": "middle" }, String(h)));
   layerNumbers.forEach((layer, row) =>
-    root.append(svg("text", { x: left - 8, y: top + (row + 0.5) * cellHeight + 4, "text-anchor": "end" }, String(layer))));
+    root.append(svg("text", { x: left - 8, y: top + (row + 0.5) * cellHeight + 4, "text-anchor": "end" }, layerName(layer))));
   const marks = heads.map((h) => {
     const value = h[statistic.column], color = colorOf(scale, value);
     const x = left + h.head * cellWidth, y = top + layerNumbers.indexOf(h.layer) * cellHeight;
@@ -59,12 +66,13 @@ function drawMap(box, width) {
     choose: ({ head }) => { choose(head.layer, head.head, "map"); press(); },
   });
   box.pressed = press;
+  byId("map-meaning").replaceChildren(html("b", {}, statistic.label), ": ", ...formula(statistic.definition), ".");
   const axes = html("div", { class: "legend" }, html("span", {}, "Rows: layers. Columns: heads."));
   box.replaceChildren(legend(scale, statistic.label), html("div", { class: "scroll" }, root), axes);
 }
 
 function drawClasses(box, width) {
-  const left = 34, row = 30, full = width - left - 4;
+  const left = layerRoom, row = 30, full = width - left - 4;
   const root = svg("svg", { viewBox: `0 0 ${width} ${layerNumbers.length * row + 4}`, width, height: layerNumbers.length * row + 4,
     role: "group", "aria-label": "Heads of each class by layer; arrow keys move" });
   const marks = [], counts = [];
@@ -73,7 +81,7 @@ function drawClasses(box, width) {
     let from = left;
     const found = CLASSES.map((c) => here.filter((h) => h.class === c).length);
     counts.push([layer, ...found]);
-    root.append(svg("text", { x: left - 8, y: i * row + 19, "text-anchor": "end" }, String(layer)));
+    root.append(svg("text", { x: left - 8, y: i * row + 19, "text-anchor": "end" }, layerName(layer)));
     found.forEach((n, c) => {
       if (!n) return;
       const wide = (n / here.length) * full, bar = { x: from + 1, y: i * row + 2, width: Math.max(1, wide - 2), height: row - 4, rx: 2 };

@@ -11,6 +11,7 @@ __all__ = [
     "Frame",
     "column",
     "count",
+    "deviation",
     "finite",
     "has",
     "number",
@@ -105,6 +106,14 @@ def share(value: float) -> str:
         return "over 99.9%"
     fine = 0 < percent < 10 or 90 < percent < 100
     return f"{percent:.1f}%" if fine else f"{percent:.0f}%"
+
+
+def deviation(value: float) -> str:
+    """A standard deviation relative to its mean: a percentage, or from 2 on a factor.
+
+    Estimates that large hang on the few largest samples and fall short, so they are lower bounds.
+    """
+    return share(value) if value < 2 else f"more than {number(math.floor(value))} times its mean"
 
 
 def count(amount: int, noun: str) -> str:

@@ -15,6 +15,7 @@ from cumulant.lens.report.definitions import HEADS, definitions
 from cumulant.lens.report.findings import findings
 from cumulant.lens.report.numbers import Frame, column, count, has, number
 from cumulant.lens.report.payload import embedded, payload, shown_texts
+from cumulant.lens.report.typeset import typeset
 
 __all__ = ["ReportData", "Text", "render"]
 
@@ -79,17 +80,17 @@ def render(data: ReportData) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["fact"] = _fact
+    environment.filters.update(fact=_fact, typeset=typeset)
     template = environment.from_string((folder / "template.html").read_text(encoding="utf-8"))
     found = findings(data)
     page: str = template.render(
         title=data.title,
-        facts=_flat(data.facts),
+        facts=[(name, value) for name, value in _flat(data.facts) if value != data.title],
         run=_flat(data.run),
         notes=[*data.notes, *shown_texts(data)[1]],
         findings=found,
         captions={f.section: f.sentence for f in reversed(found)},
-        definitions=definitions(_columns(data)),
+        definitions=definitions(_tables(data)),
         sections=_sections(data),
         scale=_scale(data),
         style=trusted((folder / "style.css").read_text(encoding="utf-8")),
@@ -110,17 +111,18 @@ def _sections(data: ReportData) -> list[str]:
         "classes": has(data.heads, "class"),
         "energy": has(data.heads, "energy_change"),
         "shape": any(has(data.layers, c) for c in ("participation_ratio", "anisotropy")),
+        "sensitivity": has(data.layers, "sensitivity_qk") or has(data.layers, "sensitivity_vo"),
         "partition": has(data.partition, "radius", "mean"),
         "link": has(data.heads, "link_linear") or has(data.heads, "link_trained"),
-        "definitions": bool(definitions(_columns(data))),
+        "definitions": bool(definitions(_tables(data))),
         "run": bool(data.run),
     }
     return [name for name, shown in there.items() if shown]
 
 
-def _columns(data: ReportData) -> set[str]:
-    tables = (data.tokens, data.heads, data.layers, data.expansions, data.partition)
-    return {str(name) for table in tables if table is not None for name in table.columns}
+def _tables(data: ReportData) -> dict[str, Frame | None]:
+    names = ("tokens", "heads", "layers", "expansions", "partition")
+    return {name: getattr(data, name) for name in names}
 
 
 def _scale(data: ReportData) -> str:
@@ -131,10 +133,15 @@ def _scale(data: ReportData) -> str:
         parts.append(
             f"{count(len(column(data.heads, 'layer')), 'head')} in {count(layers, 'layer')}"
         )
-    if has(data.tokens, "input", "token"):
-        texts = data.tokens["input"].nunique()
+    # The run knows best: of many texts, the table of tokens has only the first.
+    texts, tokens = data.run.get("texts"), data.run.get("tokens")
+    if not (isinstance(texts, int) and isinstance(tokens, int)) and has(
+        data.tokens, "input", "token"
+    ):
+        texts = int(data.tokens["input"].nunique())
         tokens = len(data.tokens[["input", "token"]].drop_duplicates())
-        parts.append(f"{count(tokens, 'token')} of {count(int(texts), 'text')}")
+    if isinstance(texts, int) and isinstance(tokens, int):
+        parts.append(f"{count(tokens, 'token')} of {count(texts, 'text')}")
     return ", ".join(parts)
 
 

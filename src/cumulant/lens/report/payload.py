@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report.definitions import HEADS, SUBLAYERS, TOKENS, Shown
 from cumulant.lens.report.numbers import Frame, column, has, shortened, shortened_all
+from cumulant.lens.report.typeset import typeset
 
 if TYPE_CHECKING:
     from cumulant.lens.report.page import ReportData, Text
@@ -73,8 +75,12 @@ def shown_texts(data: ReportData) -> tuple[list[tuple[int, Text]], list[str]]:
     return short, notes
 
 
-def _described(statistic: Shown) -> dict[str, str]:
-    return {"column": statistic.column, "label": statistic.label, "kind": statistic.kind}
+def _described(statistic: Shown) -> dict[str, Any]:
+    known = COLUMNS.get(statistic.column)
+    return {
+        **{"column": statistic.column, "label": statistic.label, "kind": statistic.kind},
+        "definition": [list(piece) for piece in typeset(known.definition)] if known else [],
+    }
 
 
 def _table(frame: Frame | None) -> dict[str, list[Any]] | None:

@@ -10,15 +10,17 @@ function axis(low, high, from, to, kind) {
 
 function ticksOf(low, high, kind, room) {
   const most = Math.max(2, Math.floor(room / 30));
-  if (kind === "log") {
-    const found = [];
-    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
-      for (const m of [1, 2, 5]) found.push(Number((m * 10 ** e).toPrecision(3)));
-    const inside = found.filter((x) => x >= low * 0.9999 && x <= high * 1.0001);
-    const decades = inside.filter((x) => Number.isInteger(Math.log10(x)));
-    const chosen = inside.length <= most ? inside : decades.length >= 2 ? decades : inside;
-    const every = Math.ceil(chosen.length / most);
-    return chosen.filter((_, i) => i % every === 0);
+  if (kind === "log" && high / low > 5) {
+    const of = (digits) => {
+      const found = [];
+      for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
+        for (const m of digits) found.push(Number((m * 10 ** e).toPrecision(3)));
+      return found.filter((x) => x >= low * 0.9999 && x <= high * 1.0001);
+    };
+    const chosen = [high / low < 30 ? [1, 2, 5] : [1, 3], [1, 3], [1]].map(of).find((x) => x.length <= most);
+    if (chosen) return chosen;
+    const decades = of([1]), every = Math.ceil(decades.length / most);
+    return decades.filter((x) => Math.round(Math.log10(x)) % every === 0);
   }
   if (kind === "both") {
     const top = Math.max(Math.abs(low), Math.abs(high));
@@ -27,9 +29,8 @@ function ticksOf(low, high, kind, room) {
   }
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough || 1));
   const step = [1, 2, 5, 10].find((m) => m * power >= rough) * power;
-  const found = [];
-  for (let x = Math.ceil(low / step) * step; x <= high + step * 1e-6; x += step) found.push(Number(x.toPrecision(8)));
-  return found;
+  const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-6);
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(8)));
 }
 
 // The range of a list of numbers with air around it.
@@ -45,7 +46,17 @@ function rangeOf(values, kind, must = []) {
   return [low - air, high + air];
 }
 
-// series: [{name, color, dashed, dots, points: [{x, y, low, high, title, rows, edge}]}]
+// Where the stack changes, from encoder to decoder, a line begins anew.
+function runs(points) {
+  const found = [];
+  points.forEach((p, i) => {
+    if (i && p.stack === points[i - 1].stack) found[found.length - 1].push(p);
+    else found.push([p]);
+  });
+  return found;
+}
+
+// series: [{name, color, dashed, dots, points: [{x, y, low, high, stack, title, rows}]}]
 function panel({ width, height = 230, series, x, y, title, label }) {
   const left = 58, right = 12, top = 10, bottom = 38;
   const across = axis(...x.range, left, width - right, x.kind || "linear");
@@ -70,20 +81,22 @@ function panel({ width, height = 230, series, x, y, title, label }) {
     const points = one.points.filter((p) => typeof p.y === "number");
     const color = `s${one.color || 0}`;
     const banded = points.filter((p) => typeof p.low === "number" && typeof p.high === "number");
-    if (banded.length > 1) {
-      const line = (edge, list) => list.map((p) => `${across.place(p.x)},${up.place(clip(p[edge]))}`).join(" L");
-      root.append(svg("path", { class: `band ${color}`, d: `M${line("high", banded)} L${line("low", [...banded].reverse())} Z` }));
+    const line = (edge, list) => list.map((p) => `${across.place(p.x)},${up.place(clip(p[edge]))}`).join(" L");
+    for (const run of runs(banded)) {
+      // A band of one point would have no width: a whisker then.
+      root.append(svg("path", { class: `${run.length > 1 ? "band" : "whisker"} ${color}`,
+        d: `M${line("high", run)} L${line("low", [...run].reverse())} Z` }));
     }
-    if (!one.dots && points.length > 1) {
-      root.append(svg("path", { class: `curve ${color}${one.dashed ? " dashed" : ""}`,
-        d: `M${points.map((p) => `${across.place(p.x)},${up.place(clip(p.y))}`).join(" L")}` }));
+    if (!one.dots) {
+      for (const run of runs(points).filter((r) => r.length > 1))
+        root.append(svg("path", { class: `curve ${color}${one.dashed ? " dashed" : ""}`, d: `M${line("y", run)}` }));
     }
     for (const point of points) {
       if (one.quiet) continue;
       const cx = across.place(point.x), cy = up.place(clip(point.y));
       const shape = point.y < y.range[0]
         ? svg("path", { class: `dot ${color}`, d: `M${cx - 4.5},${cy - 8} h9 l-4.5,8 Z` })
-        : svg("circle", { class: `dot ${color}${one.dots ? " faint" : ""}`, cx, cy, r: one.dots ? 4 : 4.5 });
+        : svg("circle", { class: `dot ${color}${one.dots ? " faint" : ""}`, cx, cy, r: one.dots ? (points.length > 400 ? 2.5 : 4) : points.length > 24 ? 3.5 : 4.5 });
       const node = svg("g", { class: "mark", role: "img" }, shape);
       root.append(node);
       marks.push({ node, point });
@@ -95,7 +108,8 @@ function panel({ width, height = 230, series, x, y, title, label }) {
 }
 
 function panels(box, width, list) {
-  const columns = width >= 640 ? (width >= 940 && list.length >= 3 ? 3 : Math.min(2, list.length)) : 1;
+  // Four stand two by two; a row of three with one left over looks unfinished.
+  const columns = width >= 640 ? (width >= 940 && list.length >= 3 && list.length !== 4 ? 3 : Math.min(2, list.length)) : 1;
   const each = Math.floor((width - 20 * (columns - 1)) / columns);
   const grid = html("div", { class: "panels", css: { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` } });
   for (const one of list) {

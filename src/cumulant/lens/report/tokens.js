@@ -19,6 +19,8 @@ if (byId("token-text")) {
   const box = byId("token-text-box"), others = byId("token-keys-box"), detail = byId("token-detail");
   const hint = detail.firstElementChild;
   const state = { text: 0 };
+  // A sink logit is a key without a token: it stands before the text.
+  const sink = html("span", { class: "token none sink", "aria-hidden": "true" }, "sink logit");
   let nodes = [], keyNodes = [], queries = [], keys = [], call = null, row = 0;
 
   const labels = (side, size) => side === "numbers"
@@ -29,7 +31,7 @@ if (byId("token-text")) {
 
   const calm = () => {
     for (const holder of [box, others]) holder.classList.remove("focused");
-    for (const node of [...nodes, ...keyNodes]) node.classList.remove("key", "current");
+    for (const node of [sink, ...nodes, ...keyNodes]) node.classList.remove("key", "current");
   };
   function attend({ node, index }) {
     calm();
@@ -39,9 +41,10 @@ if (byId("token-text")) {
     for (let i = 0; i < flat.length; i += 2) pairs.push([flat[i], flat[i + 1]]);
     const targets = keyNodes.length ? keyNodes : nodes;
     for (const [key, weight] of pairs) {
-      if (!targets[key]) continue;
-      targets[key].classList.add("key");
-      targets[key].style.setProperty("--w", (0.18 + 0.82 * weight).toFixed(3));
+      const target = key < 0 ? sink : targets[key];
+      if (!target) continue;
+      target.classList.add("key");
+      target.style.setProperty("--w", (0.18 + 0.82 * weight).toFixed(3));
     }
     const rows = data.statistics.tokens.filter((s) => call.statistics[s.column])
       .map((s) => [s.label, format(call.statistics[s.column][row][index], s.kind)]);
@@ -52,6 +55,13 @@ if (byId("token-text")) {
       pairs.length ? html("ul", { class: "weights", "aria-label": "Largest weights" }, ...pairs.map(([key, weight]) => html("li", {},
         html("span", {}, `${name(key)} ${key < 0 ? "" : `(${key})`}`), html("span", {}, format(weight, "share")),
         html("div", { class: "amount", css: { width: `${(100 * weight).toFixed(1)}%` } })))) : hint);
+  }
+
+  // On a narrow screen the panel stands over the text: scroll a chosen token out from under it.
+  function uncover({ node }) {
+    if (getComputedStyle(detail).position !== "sticky" || getComputedStyle(detail).bottom === "auto") return;
+    const hidden = node.getBoundingClientRect().bottom + 12 - detail.getBoundingClientRect().top;
+    if (hidden > 0) window.scrollBy(0, hidden);
   }
 
   // The token above or below: nearest in x on the neighboring line.
@@ -86,16 +96,17 @@ if (byId("token-text")) {
     });
     nodes = spans(queries, true);
     keyNodes = call.keys === call.queries ? [] : spans(keys, false);
-    box.replaceChildren(...nodes);
+    const sinks = call.top.some((of) => of.some((flat) => flat.some((x, i) => i % 2 === 0 && x < 0)));
+    box.replaceChildren(...(sinks ? [sink] : []), ...nodes);
     others.hidden = !keyNodes.length;
     others.replaceChildren(...keyNodes);
-    byId("token-legend").replaceChildren(legend(scale, `Layer ${chosen.layer}, head ${chosen.head}: ${statistic.label}`));
+    byId("token-legend").replaceChildren(legend(scale, `${layerTitle(chosen.layer)}, head ${chosen.head}: ${statistic.label}`));
     detail.replaceChildren(hint);
     calm();
     const marks = nodes.map((node, index) => ({ node, index }));
     marks.forEach(({ node, index }) => node.setAttribute("aria-label",
       `${queries[index].text}, token ${index}, ${statistic.label} ${format(values[index], statistic.kind)}`));
-    explore(box, marks, { enter: attend, leave: calm,
+    explore(box, marks, { enter: attend, leave: calm, choose: uncover,
       move: (i, key) => key === "ArrowDown" ? vertical(i, true) : key === "ArrowUp" ? vertical(i, false) : alongLine(i, key) });
   }
 
@@ -103,7 +114,7 @@ if (byId("token-text")) {
     const calls = data.texts[state.text].calls, layers = layerNames();
     if (!layers.includes(chosen.layer)) chosen.layer = layers[0];
     if (!calls[chosen.layer].heads.includes(chosen.head)) chosen.head = calls[chosen.layer].heads[0];
-    options(byId("token-layer"), layers.map((l) => [l, String(l)]), chosen.layer);
+    options(byId("token-layer"), layers.map((l) => [l, layerName(l)]), chosen.layer);
     options(byId("token-head"), calls[chosen.layer].heads.map((h) => [h, String(h)]), chosen.head);
   }
 

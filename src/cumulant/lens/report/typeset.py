@@ -1,0 +1,48 @@
+"""Plain formulas as a page shows them: subscripts, exponents, Greek letters, true minus signs."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["Piece", "typeset"]
+
+
+class Piece(NamedTuple):
+    """Some text, and the element it stands in: "" for none, "sub" or "sup"."""
+
+    element: str
+    text: str
+
+
+# In this order. A word such as feed_forward or sink_mass has no subscript: an index is one letter,
+# a pair of them, or max.
+_SIGNS = (
+    (re.compile(r"->"), "→"),
+    (re.compile(r"<([^<>]+, ?[^<>]+)>"), r"⟨\1⟩"),
+    (re.compile(r"\bsum(?=_[a-z]\b| l\b)"), "Σ"),
+    (re.compile(r"\blambda(?=_)"), "λ"),
+    (re.compile(r" \* "), " · "),
+    (re.compile(r"(?<!\w)-(?=[\w ])"), "−"),
+    (re.compile(r"(?<=\w)'(?=[:)|])"), "^T"),
+)
+_RAISED = re.compile(r"(?<=\w)_(ij|ii|max|[a-z])(?![a-z_])|\^([0-9T])")
+
+
+def typeset(text: str) -> list[Piece]:
+    """The text in pieces, none of them markup.
+
+    >>> [tuple(piece) for piece in typeset("-sum_j p_ij")]
+    [('', '−Σ'), ('sub', 'j'), ('', ' p'), ('sub', 'ij')]
+    """
+    for pattern, sign in _SIGNS:
+        text = pattern.sub(sign, text)
+    pieces: list[Piece] = []
+    end = 0
+    for match in _RAISED.finditer(text):
+        pieces.append(Piece("", text[end : match.start()]))
+        low, high = match.groups()
+        pieces.append(Piece("sub", low) if low else Piece("sup", high))
+        end = match.end()
+    pieces.append(Piece("", text[end:]))
+    return [piece for piece in pieces if piece.text]
