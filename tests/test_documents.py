@@ -29,8 +29,8 @@ def test_readme_snippets_run_in_order():
 @pytest.mark.parametrize(
     "page",
     [
-        *("measures", "dynamics", "memory", "contrastive", "filtering"),
-        *("coming-from-hflayers", "coming-from-filterpy"),
+        *("measures", "dynamics", "memory", "contrastive", "filtering", "lens"),
+        *("coming-from-hflayers", "coming-from-filterpy", "coming-from-output-attentions"),
     ],
 )
 def test_guides_run_in_order(page):

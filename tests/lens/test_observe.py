@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 
@@ -500,6 +501,17 @@ def test_two_models_at_once():
     assert sorted(again["input"].unique()) == list(range(6))
     assert_equal_tables(again[again["input"] < 3].reset_index(drop=True), table, 0)
     assert_equal_tables(three.table(), seen_while(plain, x).table(), 0)
+
+
+def test_transformers_may_be_imported_while_somebody_observes(monkeypatch):
+    model, before = use(build("bert"), "eager"), patches()
+    monkeypatch.delitem(sys.modules, "transformers")
+    with torch.no_grad(), cm.lens.observe(Bare()):
+        monkeypatch.undo()
+        with cm.lens.observe(model) as lens:
+            model(**inputs("bert"))
+    assert patches() == before
+    assert_equal_tables(lens.table(), seen_while(model, **inputs("bert")).table(), 0)
 
 
 def test_one_model_twice():

@@ -13,15 +13,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import tokenizers
+import torch
+import transformers
+from architectures import build
 from browser import Browser
 from report_data import HOSTILE, made_up
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+import cumulant as cm
 from cumulant.errors import InputError
+from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report import ReportData, render
 
 CELL = "document.querySelectorAll('#figure-map .cell')"
 TOKEN = "document.querySelectorAll('#token-text-box .token')"
-FIGURES = ("map", "depth", "classes", "energy", "shape", "partition", "link")
+FIGURES = ("map", "depth", "classes", "energy", "shape", "sensitivity", "partition", "link")
 
 # The contrast ratio (WCAG 2) of an element's text or fill with what lies behind it.
 CONTRAST = """
@@ -252,11 +260,94 @@ def test_points_of_the_lines_tell_their_medians(browser, page, data):
     assert float(tip(browser)["median ratio"]) == pytest.approx(
         mine.loc["without_sinks", "median"], rel=5e-3
     )
-    browser.hover(
-        "document.querySelectorAll('#figure-partition svg')[1].querySelectorAll('.mark')[4]"
+    # By radius, at each the vectors as they are first.
+    for place, kind in ((4, "embeddings as they are"), (5, "about their mean")):
+        browser.run("document.activeElement.blur()")
+        mark = "document.querySelectorAll('#figure-partition svg')[1].querySelectorAll('.mark')"
+        browser.run(f"[...{mark}].sort((a, b) => a.dataset.mark - b.dataset.mark)[{place}].focus()")
+        assert browser.run("document.querySelector('#tip b').textContent") == f"Radius 1, {kind}"
+        spread = float(tip(browser)["relative sd of Z"].rstrip("%")) / 100
+        assert spread == pytest.approx(data.partition["relative_sd"].iloc[place], rel=5e-3)
+
+
+def test_the_partition_function_has_a_line_for_each_kind(browser, page, data):
+    browser.open(page)
+    for panel in (0, 1):
+        curves = browser.run(
+            f"[...document.querySelectorAll('#figure-partition svg')[{panel}]"
+            ".querySelectorAll('.curve')].map(c => c.getAttribute('d').match(/[\\d.]+(?=,)/g))"
+        )
+        assert len(curves) == 2
+        for across in curves:  # one point for each radius, from left to right
+            places = [float(x) for x in across]
+            assert len(places) == data.partition["radius"].nunique()
+            assert places == sorted(places)
+    keys = browser.run(
+        "[...document.querySelectorAll('#figure-partition .key-item')].map(k => k.textContent)"
     )
-    spread = float(tip(browser)["relative sd of Z"].rstrip("%")) / 100
-    assert spread == pytest.approx(data.partition["relative_sd"].iloc[4], rel=5e-3)
+    assert keys == ["embeddings as they are", "about their mean"] * 2
+    browser.run("[...document.querySelectorAll('#figure-partition .mark')].at(-1).focus()")
+    assert data.partition["relative_sd"].max() > 2
+    assert tip(browser)["relative sd of Z"].startswith("×")
+
+
+def axis_labels(browser: Browser, panel: int) -> list[float]:
+    texts = browser.run(
+        f"[...document.querySelectorAll('#figure-depth svg')[{panel}]"
+        ".querySelectorAll('text[text-anchor=end]')].map(t => t.textContent)"
+    )
+    return [float(t) for t in texts]
+
+
+def test_depth_panels_resolve_small_ratios_and_label_large_ones(browser, data, tmp_path):
+    table = data.expansions.copy()
+    quantiles = ["q05", "q25", "median", "q75", "q95"]
+    small, wide = table["sublayer"] == "attention", table["sublayer"] == "norm"
+    table.loc[small, quantiles] = [1.03, 1.05, 1.07, 1.09, 1.14]
+    table.loc[wide, quantiles] = [0.03, 0.1, 0.8, 1.5, 12]
+    path = tmp_path / "depth.html"
+    path.write_text(render(dataclasses.replace(data, expansions=table)), encoding="utf-8")
+    browser.open(path)
+    titles = "[...document.querySelectorAll('#figure-depth h3')].map(h => h.textContent)"
+    assert browser.run(titles) == ["Attention", "Feed-forward", "Normalization", "Whole block"]
+    assert {1, 1.1} <= set(axis_labels(browser, 0))
+    assert axis_labels(browser, 2) == [0.03, 0.1, 0.3, 1, 3, 10]
+    dot, one = browser.run(
+        "['.dot', '.one'].map(mark => document.querySelector(`#figure-depth ${mark}`)"
+        ".getBoundingClientRect()).map(b => b.y + b.height / 2)"
+    )
+    assert one - dot > 25  # 1.07 stands well clear of the line at 1
+    browser.click("document.getElementById('same-scale')")
+    for panel in range(4):
+        assert axis_labels(browser, panel) == [0.03, 0.1, 0.3, 1, 3, 10]
+
+
+def test_the_map_says_what_it_shows(browser, page):
+    browser.open(page)
+    meaning = "document.getElementById('map-meaning').textContent"
+    assert browser.run(meaning) == "Entropy (nats): Hi = −Σj pij log pij = Gi − Ei[score + bias]."
+    assert browser.run("document.querySelectorAll('#map-meaning sub').length") == 6
+    browser.choose("map-statistic", "sink_mass")
+    assert COLUMNS["sink_mass"].definition in browser.run(meaning)
+
+
+def test_definitions_are_those_of_the_columns_shown_by_table(browser, page, data):
+    browser.open(page)
+    groups = browser.run(
+        "(first => [...document.querySelectorAll('#definitions dl')].map(d =>"
+        " [first(d.previousElementSibling), [...d.querySelectorAll('dt')].map(first)]))"
+        "(node => node.firstChild.textContent.trim())"
+    )
+    names = ("tokens", "heads", "layers", "expansions", "partition")
+    assert [table for table, _ in groups] == [n.capitalize() for n in names]
+    said: set[str] = set()
+    for name, (_, columns) in zip(names, groups, strict=True):
+        table = getattr(data, name)
+        held = {c for c in table.columns if table[c].notna().any()} & set(COLUMNS)
+        assert set(columns) == held - said
+        said |= held
+    assert "cross_attention_expansion" not in said  # a column without a number
+    assert {"centered", "norm", "radius"} <= said
 
 
 def test_stacked_bars_add_up(browser, page, data):
@@ -359,6 +450,109 @@ def test_encoder_decoder_shows_queries_and_keys_apart(browser, data, tmp_path):
         f"[...{keys}].map((t, i) => t.classList.contains('key') ? i : -1).filter(i => i >= 0)"
     )
     assert sorted(lit) == sorted(k for k, _ in data.top[0][1][0][5])
+
+
+def word_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
+    core = tokenizers.Tokenizer(WordLevel({w: k for k, w in enumerate(words)}, unk_token=words[1]))
+    core.pre_tokenizer = WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=words[0], unk_token=words[1]
+    )
+
+
+def test_an_encoder_decoder_is_examined_and_shown(browser, tmp_path):
+    model, words = build("t5", dtype=torch.float32), ["one", "two", "three", "four", "five", "six"]
+    tokenizer = word_tokenizer(["<pad>", "<unk>", *words])
+    read: list[torch.Tensor] = []
+    hook = model.decoder.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"]), with_kwargs=True
+    )
+    try:
+        found = cm.lens.examine(model, tokenizer, " ".join(words))
+    finally:
+        hook.remove()
+    ((_, source, target),) = found.shown
+    assert source == words
+    assert target[0] == "<start>"
+    assert target[1:] == tokenizer.convert_ids_to_tokens(read[0][0, 1:].tolist())
+    path = found.report(tmp_path / "t5.html")
+    browser.open(path)
+    assert browser.errors == []
+    labels = browser.run(
+        "[...document.querySelectorAll('#token-layer option')].map(o => o.textContent)"
+    )
+    assert labels == ["encoder 0", "encoder 1", "decoder 2", "cross 3", "decoder 4", "cross 5"]
+    keys = "document.querySelectorAll('#token-keys-box .token')"
+    for layer, queries, others in ((1, source, []), (2, target, []), (3, target, source)):
+        browser.choose("token-layer", str(layer))
+        assert browser.run(f"[...{TOKEN}].map(t => t.textContent)") == queries
+        assert browser.run(f"[...{keys}].map(t => t.textContent)") == others
+    # A line ends with the encoder; the decoder's begins anew.
+    curves = "document.querySelector('#figure-depth svg').querySelectorAll('.curve').length"
+    assert browser.run(curves) == 2
+    keep(browser, tmp_path, "report-encoder-decoder")
+
+
+def test_a_sink_logit_stands_before_the_text(browser, tmp_path):
+    few = made_up(layers=1, heads=2, tokens=6)
+    top = [[[[(-1, 0.7), (0, 0.3)]] * 6] * 2]  # of one layer
+    path = tmp_path / "sink.html"
+    path.write_text(render(dataclasses.replace(few, top=[top])), encoding="utf-8")
+    browser.open(path)
+    browser.hover("document.querySelectorAll('#token-text-box [role=option]')[5]")
+    assert browser.errors == []
+    lit = browser.run("[...document.querySelectorAll('.token.key')].map(t => t.textContent)")
+    assert lit == ["sink logit", "[CLS]"]
+    assert browser.run("document.querySelector('.weights li').textContent") == "sink logit 70%"
+    current = browser.run("document.querySelector('.token.current').textContent")
+    assert current == few.texts[0].tokens[5].removeprefix("##")
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (1, 8), (8, 1), (32, 32)])
+def test_models_of_every_shape(browser, tmp_path, layers, heads):
+    path = tmp_path / "shape.html"
+    path.write_text(render(made_up(layers=layers, heads=heads, tokens=8)), encoding="utf-8")
+    browser.open(path)
+    assert browser.errors == []
+    assert browser.run(f"{CELL}.length") == layers * heads
+    low, high = browser.run(
+        f"[...{CELL}].map(c => c.getBoundingClientRect().width).reduce(([a, b], w) =>"
+        " [Math.min(a, w), Math.max(b, w)], [Infinity, 0])"
+    )
+    assert low >= 18
+    assert high <= 80
+    assert browser.run("document.documentElement.scrollWidth") <= 1280
+    assert not browser.run("/NaN|Infinity|undefined/.test(document.body.innerText)")
+    keep(browser, tmp_path, f"report-{layers}x{heads}")
+
+
+def test_on_a_phone_the_panel_stays_in_view_and_off_the_token(browser, page, tmp_path):
+    browser.open(page, width=380, height=740)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=1)
+    try:
+        # The first at the lower edge of the screen, where the panel is about to appear.
+        for token, edge in ((3, "end"), (60, "center"), (100, "center")):
+            browser.run(f"{TOKEN}[{token}].scrollIntoView({{block: '{edge}'}})")
+            browser.settle()
+            box = f"{TOKEN}[{token}].getBoundingClientRect()"
+            x, y = browser.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
+            browser.call(
+                "Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}]
+            )
+            browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+            browser.run(
+                "new Promise((done, fail) => { setTimeout(fail, 5000); const look = () =>"
+                f" {TOKEN}[{token}].matches('.current') ? done() : requestAnimationFrame(look);"
+                " look(); })"
+            )
+            browser.settle()
+            panel = "document.getElementById('token-detail').getBoundingClientRect()"
+            bottom, top, foot = browser.run(f"[{box}.bottom, {panel}.top, {panel}.bottom]")
+            assert bottom <= top
+            assert top < foot <= 740
+        keep(browser, tmp_path, "report-phone-token", whole=False)
+    finally:
+        browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
 
 
 def embedded_json(page: str) -> str:

@@ -124,11 +124,11 @@ def _enter(recorder: Recorder) -> None:
             F.scaled_dot_product_attention = _sdpa
             F.multi_head_attention_forward = _multi_head
             torch.backends.mha.set_fastpath_enabled(False)
-            interface = _interface()
-            if interface is not None:
-                register()
-                _originals["interface"] = interface.get_interface
-                interface.get_interface = _get_interface
+        interface = _interface()
+        if interface is not None and "interface" not in _originals:  # it may be imported late
+            register()
+            _originals["interface"] = interface.get_interface
+            interface.get_interface = _get_interface
         _active.append(recorder)
 
 

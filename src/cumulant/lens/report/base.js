@@ -91,7 +91,9 @@ function legend(scale, label) {
 const formula = (pieces) => pieces.map(([element, text]) => element ? html(element, {}, text) : text);
 
 const tip = byId("tip");
+let tipped = null;
 function showTip(node, title, rows) {
+  tipped = { node, title, rows };
   tip.replaceChildren(html("b", {}, title), html("table", { class: "detail" },
     ...rows.map(([name, value]) => html("tr", {}, html("td", {}, name), html("td", {}, value)))));
   tip.hidden = false;
@@ -118,7 +120,11 @@ function showTip(node, title, rows) {
 }
 const hideTip = () => { tip.hidden = true; };
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
-window.addEventListener("scroll", hideTip, { passive: true });
+// Moving on with the keyboard scrolls: the tip goes along with its mark.
+window.addEventListener("scroll", () => {
+  if (!tip.hidden && tipped.node === document.activeElement) showTip(tipped.node, tipped.title, tipped.rows);
+  else hideTip();
+}, { passive: true });
 
 const listening = new WeakMap();
 // One tab stop for many marks: arrows move, Enter or a click chooses.
@@ -154,9 +160,16 @@ function explore(box, marks, { start = 0, move, describe, choose, enter, leave }
   const control = new AbortController();
   listening.set(box, control);
   const on = (event, act) => box.addEventListener(event, act, { signal: control.signal });
-  const quiet = () => { hideTip(); if (leave) leave(); };
-  on("mouseover", (e) => { const i = at(e); if (i !== null) show(i); });
-  on("mouseout", (e) => { if (at(e) !== null) quiet(); });
+  // A mark that was chosen keeps what it shows when the pointer goes.
+  const quiet = () => {
+    hideTip();
+    const held = at({ target: document.activeElement });
+    if (held !== null && enter) enter(marks[held]);
+    else if (leave) leave();
+  };
+  // A finger does not hover: it clicks, before anything has moved under it.
+  on("pointerover", (e) => { const i = at(e); if (i !== null && e.pointerType !== "touch") show(i); });
+  on("pointerout", (e) => { if (at(e) !== null && e.pointerType !== "touch") quiet(); });
   on("focusin", (e) => { const i = at(e); if (i !== null) show(i); });
   on("focusout", quiet);
   on("click", (e) => { const i = at(e); if (i !== null) { go(i); if (choose) choose(marks[i]); } });

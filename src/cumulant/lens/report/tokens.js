@@ -55,10 +55,11 @@ if (byId("token-text")) {
       pairs.length ? html("ul", { class: "weights", "aria-label": "Largest weights" }, ...pairs.map(([key, weight]) => html("li", {},
         html("span", {}, `${name(key)} ${key < 0 ? "" : `(${key})`}`), html("span", {}, format(weight, "share")),
         html("div", { class: "amount", css: { width: `${(100 * weight).toFixed(1)}%` } })))) : hint);
+    uncover(node);
   }
 
-  // On a narrow screen the panel stands over the text: scroll a chosen token out from under it.
-  function uncover({ node }) {
+  // On a narrow screen the panel stands over the text: scroll the token out from under it.
+  function uncover(node) {
     if (getComputedStyle(detail).position !== "sticky" || getComputedStyle(detail).bottom === "auto") return;
     const hidden = node.getBoundingClientRect().bottom + 12 - detail.getBoundingClientRect().top;
     if (hidden > 0) window.scrollBy(0, hidden);
@@ -106,7 +107,7 @@ if (byId("token-text")) {
     const marks = nodes.map((node, index) => ({ node, index }));
     marks.forEach(({ node, index }) => node.setAttribute("aria-label",
       `${queries[index].text}, token ${index}, ${statistic.label} ${format(values[index], statistic.kind)}`));
-    explore(box, marks, { enter: attend, leave: calm, choose: uncover,
+    explore(box, marks, { enter: attend, leave: calm,
       move: (i, key) => key === "ArrowDown" ? vertical(i, true) : key === "ArrowUp" ? vertical(i, false) : alongLine(i, key) });
   }
 
