@@ -34,7 +34,8 @@ GENERATING = [
 SETTINGS = {
     "alone": ((9,), {}),
     "padded": ((7, 3), {}),
-    "padded, static": ((7, 3), STATIC),
+    "static": ((7, 3), STATIC),
+    "alone, static": ((9,), STATIC),  # masks are then left to a flag
 }
 
 
@@ -52,8 +53,13 @@ def generated(model, lengths, side, **options):
     return lens.table(), whole.table()
 
 
-@pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize(("name", "implementation"), GENERATING)
+@pytest.mark.parametrize(
+    ("name", "implementation", "setting"),
+    [
+        *[(*case, setting) for case in GENERATING for setting in ("alone", "padded", "static")],
+        *[(*case, "alone, static") for case in (("llama", "sdpa"), ("gemma2", "cumulant"))],
+    ],
+)
 def test_generation_continues_its_inputs(name, implementation, setting):
     """Step by step with a cache, the numbers are those of one pass over the finished text."""
     lengths, options = SETTINGS[setting]

@@ -65,7 +65,7 @@ def all_statistics() -> Callable[[], object]:
 
 
 def long_text() -> Callable[[], object]:
-    """One text of 8,192 tokens through a tiny random BERT of 12 heads."""
+    """One text of 8,192 tokens through a small random BERT of 24 heads."""
     transformers = import_module("transformers")
     config = transformers.BertConfig(
         vocab_size=100,

@@ -76,7 +76,7 @@ def lens(
         with shown.status("loading the model"):
             loaded = load(model)
         with progress_bar() as progress:
-            task = progress.add_task("reading texts", total=None)
+            task = progress.add_task("examining", total=None)
             started = time.monotonic()
 
             def tick(now: Progress) -> None:
@@ -92,9 +92,9 @@ def lens(
                 batch_size=batch_size,
                 windows=windows,
                 folder=folder,
+                notes=loaded.notes,
                 progress=tick,
             )
-        found.notes.extend(n for n in loaded.notes if n not in found.notes)
         page = found.report(folder / "report.html")
         if earlier is not None:
             compare(earlier, found).to_csv(folder / "comparison.csv", index=False)

@@ -59,7 +59,8 @@ _ALL = (
     Column(
         "lipschitz",
         "ratio",
-        "scale * max_i lambda_max(Cov_i[k]): the largest stretch of q -> E[k] near a query seen",
+        "scale * max_i lambda_max(Cov_i[k]): the largest stretch of q -> E[k] near a query seen; "
+        "none for soft-capped scores",
         "T14",
     ),
     Column(

@@ -12,7 +12,7 @@ from typing import Any, Self
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.files import PARTIAL, make_folder, move_in, read_table, write_json, write_table
-from cumulant.lens.tables import pandas
+from cumulant.lens.tables import TOKEN_COLUMNS, pandas
 
 __all__ = ["Examination", "compare"]
 
@@ -93,7 +93,7 @@ class Examination:
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
-        used = {c for x in self.tables.values() for c in x.columns}
+        used = {c for x in self.tables.values() for c in x.columns} | set(TOKEN_COLUMNS)
         write_json(
             {
                 "model": self.facts,
@@ -104,7 +104,7 @@ class Examination:
                 "definitions": {
                     n: {"unit": c.unit, "definition": c.definition, "theory": c.theory}
                     for n, c in COLUMNS.items()
-                    if n in used or not used
+                    if n in used
                 },
                 "tables": TABLES,
                 **{n: self.tables[n] for n in _SMALL if len(self.tables.get(n, ()))},

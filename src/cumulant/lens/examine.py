@@ -68,6 +68,7 @@ def examine(
     batch_size: int = 8,
     windows: bool = False,
     folder: str | os.PathLike[str] | None = None,
+    notes: Iterable[str] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Examination:
     """Run texts through a Hugging Face model and measure everything the theory names.
@@ -88,6 +89,7 @@ def examine(
             beginning is examined, and a note says so.
         folder: write there while running, so that memory stays bounded; the same call again goes on
             after an interruption, neither losing nor repeating a batch.
+        notes: what a reader should know of the model.
         progress: called after each batch.
 
     Raises:
@@ -116,6 +118,10 @@ def examine(
                 progress(Progress(run.state.texts, total))
         if not run.state.texts:
             raise InputError("examine: there is no text to examine.")
+    run.state.notes += [n for n in notes if n not in run.state.notes]
+    if recorder.probe is not None and recorder.probe.skipped:
+        left = "; ".join(f"{block}: {why}" for block, why in recorder.probe.skipped.items())
+        run.state.notes.append(f"blocks without expansion and shape: {left}")
     return run.finish(recorder)
 
 

@@ -44,6 +44,11 @@ def call_of(
     Where no mask was made, implementations other than eager rely on a flag: causal unless the
     module or the call says otherwise, and more keys than queries mean an empty part of a cache.
     """
+    if given.get("cache") is not None:
+        raise InputError(
+            "the lens does not read continuous batching, where texts share one paged cache: run "
+            "the model on padded batches, or with model.generate."
+        )
     scale = given.get("scaling")
     sinks = given.get("s_aux")
     if sinks is None and eager:

@@ -20,7 +20,7 @@ __all__ = ["partition"]
 def partition(
     embeddings: Tensor,
     *,
-    radii: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
+    radii: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0),
     directions: int = 256,
     seed: int = 0,
     counts: Tensor | None = None,

@@ -47,6 +47,7 @@ class Layer:
     heads: int
     key_heads: int
     scale: float
+    capped: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class Recorder:
                 heads=call.query.shape[1],
                 key_heads=call.key.shape[1],
                 scale=call.scale,
+                capped=call.softcap is not None,
             )
         return known
 

@@ -44,7 +44,7 @@ def statistics(
     """Every per-token column of the tables that a call determines, each ``(B, H, M)``.
 
     Memory is linear in the lengths. `order` adds k90 and the top key, `spectrum` the leading
-    eigenvalue of Cov[k], which takes a dozen further matrix products.
+    eigenvalue of Cov[k], which takes two dozen further matrix products.
     """
     prepared = call.prepared()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}

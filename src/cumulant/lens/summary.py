@@ -83,7 +83,7 @@ class HeadSums:
         for name in (*_MEANS, "energy_rises"):
             if name in sums:
                 columns[name] = (sums[name] / count).tolist()
-        if "leading" in sums:
+        if "leading" in sums and not layer.capped:  # a cap has a slope of its own
             columns["lipschitz"] = (layer.scale * sums["leading"]).tolist()
         where = {
             "layer": layer.number,

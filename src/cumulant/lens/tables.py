@@ -10,10 +10,10 @@ import torch
 from cumulant.errors import InputError
 from cumulant.lens.recorder import Record, Recorder
 
-__all__ = ["Lens", "pandas", "token_table"]
+__all__ = ["TOKEN_COLUMNS", "Lens", "pandas", "token_table"]
 
 _WHOLE = ("k90", "visible", "top_key")
-_ORDER = (
+TOKEN_COLUMNS = (
     *("input", "layer", "head", "token", "attention", "log_normalizer", "entropy"),
     *("effective_keys", "k90", "class", "visible", "score_variance", "top_key", "top_weight"),
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
@@ -92,7 +92,7 @@ def token_table(recorder: Recorder) -> Any:
     names = {x.number: x.name for x in recorder.layers.values()}
     parts = [_columns(r, names[r.layer]) for r in recorder.records]
     joined = {n: torch.cat([p[n] for p in parts]).numpy() for n in parts[0]}
-    table = frames.DataFrame({n: joined[n] for n in _ORDER if n in joined})
+    table = frames.DataFrame({n: joined[n] for n in TOKEN_COLUMNS if n in joined})
     layers = table["layer"].map(kinds)
     table.insert(4, "attention", frames.Categorical(layers, categories=["self", "cross"]))
     if "k90" in table:

@@ -145,9 +145,9 @@ function explore(box, marks, { start = 0, move, describe, choose, enter, leave }
     const node = event.target.closest && event.target.closest("[data-mark]");
     return node && box.contains(node) ? Number(node.dataset.mark) : null;
   };
-  const show = (i) => {
+  const show = (i, focused) => {
     if (describe) showTip(marks[i].node, ...describe(marks[i]));
-    if (enter) enter(marks[i]);
+    if (enter) enter(marks[i], focused);
   };
   const go = (i) => {
     marks[current].node.setAttribute("tabindex", -1);
@@ -161,17 +161,19 @@ function explore(box, marks, { start = 0, move, describe, choose, enter, leave }
   listening.set(box, control);
   const on = (event, act) => box.addEventListener(event, act, { signal: control.signal });
   // A mark that was chosen keeps what it shows when the pointer goes.
-  const quiet = () => {
-    hideTip();
+  const quiet = (i) => {
+    if (i === null) return;
+    // By now the tip may be another's: scrolling takes marks away from under a resting pointer.
+    if (tipped && tipped.node === marks[i].node) hideTip();
     const held = at({ target: document.activeElement });
-    if (held !== null && enter) enter(marks[held]);
+    if (held !== null && enter) enter(marks[held], false);
     else if (leave) leave();
   };
   // A finger does not hover: it clicks, before anything has moved under it.
-  on("pointerover", (e) => { const i = at(e); if (i !== null && e.pointerType !== "touch") show(i); });
-  on("pointerout", (e) => { if (at(e) !== null && e.pointerType !== "touch") quiet(); });
-  on("focusin", (e) => { const i = at(e); if (i !== null) show(i); });
-  on("focusout", quiet);
+  on("pointerover", (e) => { const i = at(e); if (i !== null && e.pointerType !== "touch") show(i, false); });
+  on("pointerout", (e) => { if (e.pointerType !== "touch") quiet(at(e)); });
+  on("focusin", (e) => { const i = at(e); if (i !== null) show(i, true); });
+  on("focusout", (e) => quiet(at(e)));
   on("click", (e) => { const i = at(e); if (i !== null) { go(i); if (choose) choose(marks[i]); } });
   on("keydown", (e) => {
     const i = at(e);

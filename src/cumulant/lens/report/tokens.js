@@ -33,7 +33,7 @@ if (byId("token-text")) {
     for (const holder of [box, others]) holder.classList.remove("focused");
     for (const node of [sink, ...nodes, ...keyNodes]) node.classList.remove("key", "current");
   };
-  function attend({ node, index }) {
+  function attend({ node, index }, focused) {
     calm();
     for (const holder of [box, others]) holder.classList.add("focused");
     node.classList.add("current");
@@ -55,13 +55,13 @@ if (byId("token-text")) {
       pairs.length ? html("ul", { class: "weights", "aria-label": "Largest weights" }, ...pairs.map(([key, weight]) => html("li", {},
         html("span", {}, `${name(key)} ${key < 0 ? "" : `(${key})`}`), html("span", {}, format(weight, "share")),
         html("div", { class: "amount", css: { width: `${(100 * weight).toFixed(1)}%` } })))) : hint);
-    uncover(node);
+    if (focused) uncover(node); // pointing must not scroll
   }
 
   // On a narrow screen the panel stands over the text: scroll the token out from under it.
   function uncover(node) {
     if (getComputedStyle(detail).position !== "sticky" || getComputedStyle(detail).bottom === "auto") return;
-    const hidden = node.getBoundingClientRect().bottom + 12 - detail.getBoundingClientRect().top;
+    const hidden = node.getBoundingClientRect().bottom + 12 - (window.innerHeight - detail.offsetHeight);
     if (hidden > 0) window.scrollBy(0, hidden);
   }
 
