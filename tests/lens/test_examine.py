@@ -16,7 +16,7 @@ from cumulant.lens.columns import COLUMNS
 from cumulant.lens.texts import Text
 
 TEXTS = toy_sentences(11)
-run_module = import_module("cumulant.lens.examine")
+run_module = import_module("cumulant.lens.examining")
 
 
 @pytest.fixture

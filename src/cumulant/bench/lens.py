@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.bench.peak import growth
 from cumulant.bench.timing import Row, interleave, row
 from cumulant.lens.models import load
-from cumulant.lens.observe import observe
+from cumulant.lens.observing import observe
 
 __all__ = ["run"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 from cumulant.lens.examination import Examination, compare
-from cumulant.lens.examine import Progress, examine
+from cumulant.lens.examining import Progress, examine
 from cumulant.lens.files import PARTIAL, make_folder, plain
 from cumulant.lens.models import load
 from cumulant.lens.texts import PASSAGE_SOURCE, read

@@ -2,10 +2,10 @@
 
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.examination import Examination, compare
-from cumulant.lens.examine import Progress, examine
+from cumulant.lens.examining import Progress, examine
 from cumulant.lens.interface import register
 from cumulant.lens.models import load
-from cumulant.lens.observe import observe
+from cumulant.lens.observing import observe
 from cumulant.lens.tables import Lens
 
 __all__ = [

@@ -83,7 +83,7 @@ def token_table(recorder: Recorder) -> Any:
     """All records as one table, sorted by input, layer, head and token."""
     if not recorder.records:
         if recorder.stack.frames:
-            from cumulant.lens.observe import unseen
+            from cumulant.lens.observing import unseen
 
             raise InputError(unseen(recorder.model))
         raise InputError("nothing was observed yet: call the model inside the observe block.")

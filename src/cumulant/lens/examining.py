@@ -20,7 +20,7 @@ from cumulant.errors import InputError
 from cumulant.lens.encoding import Encoded, batches, encode, max_length
 from cumulant.lens.examination import Examination
 from cumulant.lens.files import PARTIAL, make_folder, move_in, write_table
-from cumulant.lens.observe import watching
+from cumulant.lens.observing import watching
 from cumulant.lens.recorder import Layer, Recorder, Wanted
 from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.summary import HeadSums, link_columns, weight_columns, weights_of
