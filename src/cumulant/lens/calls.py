@@ -102,8 +102,8 @@ def _wide(mask: Tensor, n: int) -> Tensor:
 def additive_parts(mask: Any) -> tuple[Tensor | None, Tensor | None]:
     """(boolean mask, bias) of a mask as models pass it: boolean, or added to the scores.
 
-    Entries below half of the most negative number mean "may not attend". A mask that is nothing but
-    that has no bias.
+    Entries below -9999 mean "may not attend": libraries write the most negative number, -1e9 or
+    -1e4, and the weight is zero in each case. A mask that is nothing but that has no bias.
     """
     if mask is None:
         return None, None
@@ -116,6 +116,6 @@ def additive_parts(mask: Any) -> tuple[Tensor | None, Tensor | None]:
         return mask, None
     if not mask.is_floating_point():
         return mask != 0, None
-    seen = mask > torch.finfo(mask.dtype).min / 2
+    seen = mask > -9999
     bias = mask.masked_fill(~seen, 0.0)
     return (None if bool(seen.all()) else seen), (bias if bool(bias.any()) else None)

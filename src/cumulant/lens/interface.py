@@ -100,7 +100,7 @@ def forward(
     Soft-capping, sink logits and position bias are part of the normalizer; ``(B, M, H, e)``.
     """
     call = call_of(
-        module, query, key, value, attention_mask, eager=False, cross=False, given=given
+        module, query, key, value, attention_mask, eager=True, cross=False, given=given
     ).prepared()
     arguments, options = call.arguments, call.options
     if dropout:
@@ -117,7 +117,7 @@ def register() -> None:
 
     Attention and its masks are registered (without the second, masks would silently be dropped).
     The implementation computes what eager attention does, soft-capping and sinks included, with
-    every derivative and in memory linear in the length; masks are those of "sdpa".
+    every derivative and without a matrix of weights; masks are arrays of booleans.
 
     >>> import cumulant as cm
     >>> cm.lens.register()
@@ -128,9 +128,14 @@ def register() -> None:
     package = transformers()
     masks = import_module("transformers.masking_utils")
     package.AttentionInterface.register(NAME, forward)
-    package.AttentionMaskInterface.register(NAME, masks.sdpa_mask)
+
+    def explicit(*args: Any, **given: Any) -> Any:
+        # A causal mask is always made: that a module is causal is not always written on it.
+        return masks.sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
+
+    package.AttentionMaskInterface.register(NAME, explicit)
 
 
 def is_eager(function: Callable[..., Any]) -> bool:
     """Whether masks are always made, so that none means that every key is seen."""
-    return "eager" in getattr(function, "__name__", "")
+    return function is forward or "eager" in getattr(function, "__name__", "")

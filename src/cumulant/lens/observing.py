@@ -19,6 +19,7 @@ from cumulant.lens.calls import AttentionCall, additive_parts
 from cumulant.lens.interface import call_of, is_eager, register
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.recorder import Recorder, Wanted
+from cumulant.lens.stack import is_model
 from cumulant.lens.tables import Lens
 
 __all__ = ["observe"]
@@ -173,11 +174,12 @@ def _seen() -> Generator[None]:
 
 
 def _get_interface(self: Any, implementation: str, default: Callable[..., Any]) -> Any:
-    function = _originals["interface"](self, implementation, default)
+    function = _original("interface")(self, implementation, default)
 
     def observed(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any
     ) -> Any:
+        mask = rest[0] if rest else given.get("attention_mask")
         for recorder in _recorders(module):
             call = call_of(
                 module,
@@ -191,7 +193,7 @@ def _get_interface(self: Any, implementation: str, default: Callable[..., Any]) 
             )
             recorder.take(module, call)
         with _seen():
-            return function(module, query, key, value, mask, **given)
+            return function(module, query, key, value, *rest, **given)
 
     return observed
 
@@ -209,9 +211,27 @@ def _is_cross(recorder: Recorder, module: nn.Module) -> bool:
 
 def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in torch's place while somebody observes."""
-    for recorder in _recorders():
+    watchers = _recorders()
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    for recorder in watchers:
         _take_sdpa(recorder, *args, **kwargs)
-    return _originals["sdpa"](*args, **kwargs)
+    # torch's causal bias looks for its function under the name that we hold meanwhile
+    if hasattr(mask, "variant"):
+        with _seen():
+            return type(mask)._dispatch(*args, **kwargs)
+    return _original("sdpa")(*args, **kwargs)
+
+
+def _original(name: str) -> Any:
+    """What stood where we stand; in another thread the context may have been left just now."""
+    found = _originals.get(name)
+    if found is not None:
+        return found
+    if name == "interface":
+        return _interface().get_interface
+    return {"sdpa": F.scaled_dot_product_attention, "multi_head": F.multi_head_attention_forward}[
+        name
+    ]
 
 
 def _take_sdpa(
@@ -229,13 +249,27 @@ def _take_sdpa(
         raise InputError(
             "observe does not read nested tensors: call the model on padded batches with a mask."
         )
-    query, key, value = (_heads(x) for x in (query, key, value))
+    shape = (*query.shape[:-1], key.shape[-2])
+    if isinstance(attn_mask, Tensor) and hasattr(attn_mask, "variant"):
+        from torch.nn.attention.bias import CausalVariant  # takes a second to import
+
+        m, n = shape[-2:]
+        lower = getattr(attn_mask, "variant", None) == CausalVariant.LOWER_RIGHT
+        attn_mask, is_causal = None, True
+        if lower and m != n:
+            attn_mask = torch.ones(m, n, dtype=torch.bool, device=query.device).tril(n - m)
+            is_causal = False
     mask, bias = additive_parts(attn_mask)
+    if len(shape) > 4:
+        mask, bias = (x if x is None else x.expand(shape) for x in (mask, bias))
+    query, key, value = (_heads(x) for x in (query, key, value))
     running = recorder.stack.innermost(lambda x: isinstance(x.module, nn.MultiheadAttention))
     if running is not None:
         cross = running.given.get("query") is not running.given.get("key")
     else:
-        cross = query.shape[2] != key.shape[2] and not is_causal
+        owner = recorder.stack.innermost(is_model)
+        cached = owner is not None and owner.past > 0
+        cross = query.shape[2] != key.shape[2] and not (is_causal or cached)
     call = AttentionCall(
         query,
         key,
@@ -261,7 +295,7 @@ def _multi_head(*args: Any, **kwargs: Any) -> Any:
 
     Then the same call is made once more without weights and dropout, for the lens alone.
     """
-    original = _originals["multi_head"]
+    original = _original("multi_head")
     if not _recorders():
         return original(*args, **kwargs)
     names = _names(original)
@@ -269,7 +303,8 @@ def _multi_head(*args: Any, **kwargs: Any) -> Any:
     if not given.get("need_weights", True):
         return original(*args, **kwargs)
     with torch.no_grad():
-        original(**{**given, "need_weights": False, "training": False, "dropout_p": 0.0})
+        plain = {"need_weights": False, "training": False, "dropout_p": 0.0, "is_causal": False}
+        original(**{**given, **plain})
     with _seen():
         return original(*args, **kwargs)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +15,7 @@ from cumulant.errors import InputError
 from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
-from cumulant.lens.stack import Frame, Running, Stack, under_transform
+from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform
 from cumulant.lens.statistics import Positions, Top, statistics, top_keys
 
 __all__ = ["Layer", "Record", "Recorder", "Wanted"]
@@ -46,6 +50,7 @@ class Layer:
     cross: bool
     heads: int
     key_heads: int
+    size: int
     scale: float
     capped: bool = False
 
@@ -67,7 +72,7 @@ class Recorder:
     def __init__(self, model: nn.Module, wanted: Wanted, probe: LayerProbe | None = None) -> None:
         self.model = model
         self.wanted = wanted
-        self.stack = Stack(model)
+        self.stack = Stack(model, self._closed)
         self.probe = probe
         self.layers: dict[tuple[str, int], Layer] = {}
         self.records: list[Record] = []
@@ -75,9 +80,11 @@ class Recorder:
         self.top: dict[tuple[int, int], Top] = {}
         self.calls = 0
         self.next_input = 0
-        self._last: list[int] = []
-        self._last_outermost = ""
+        self._caches: dict[int, tuple[Any, dict[int, list[int]]]] = {}
+        self._encoded: dict[int, list[int]] = {}
+        self._lock = threading.RLock()
         self._known: dict[str, Tensor] = {}  # what is padding, by stack, for its next steps
+        self._ended: dict[str, _Ended] = {}
 
     def owns(self, module: nn.Module) -> bool:
         return id(module) in self.stack.names
@@ -94,7 +101,13 @@ class Recorder:
                 "model itself inside observe."
             )
         module = self.stack.running[-1].module if module is None else module
+        with self._lock:
+            self._take(module, call, frame)
+
+    def _take(self, module: nn.Module, call: AttentionCall, frame: Frame) -> None:
         self.calls += 1
+        if 0 in (*call.query.shape, call.key.shape[2]):
+            return
         layer = self._layer(module, call, frame)
         positions = self._positions(call, frame)
         inputs = self._inputs(frame, call.query.shape[0])
@@ -105,11 +118,14 @@ class Recorder:
             columns["energy_change"] = energy_change(call)
         seen = (columns["visible"] > 0).any(1)
         real = positions.real & seen
-        if not call.cross and self.wanted.links and min(inputs) < self.wanted.links:
+        usable = bool(
+            columns["log_normalizer"][real[:, None].expand_as(columns["entropy"])].isfinite().all()
+        )
+        if not call.cross and usable and self.wanted.links and min(inputs) < self.wanted.links:
             few = self.wanted.links - min(inputs)
             self.links.setdefault(layer.number, []).append(link(_cut(call, slice(few)), real[:few]))
         for text, number in enumerate(inputs):
-            if number < self.wanted.top and frame.outermost.past == 0:
+            if number < self.wanted.top and frame.outermost.past == 0 and real.shape[1] <= 1024:
                 self.top[number, layer.number] = top_keys(
                     _cut(call, slice(text, text + 1)), positions, text
                 )
@@ -139,35 +155,46 @@ class Recorder:
                 cross=call.cross,
                 heads=call.query.shape[1],
                 key_heads=call.key.shape[1],
+                size=call.query.shape[-1],
                 scale=call.scale,
                 capped=call.softcap is not None,
             )
         return known
 
     def _inputs(self, frame: Frame, count: int) -> list[int]:
-        """Numbers of the texts; a cache, or what an encoder just gave, continue the last ones."""
-        if not frame.inputs:
+        """Numbers of the texts; a cache, or what an encoder just gave, continue theirs.
+
+        Towers of a model that take batches of different sizes have texts (or images) of their own.
+        """
+        if count not in frame.inputs:
             now = frame.outermost
-            encoded = now.given.get("encoder_outputs") is not None
-            goes_on = now.past > 0 or (encoded and now.name != self._last_outermost)
-            self._last_outermost = now.name
-            if goes_on and len(self._last) == count:
-                frame.inputs = self._last
+            known: dict[int, list[int]] = {}
+            if now.past > 0:
+                kept = self._caches.get(id(now.given.get("past_key_values")))
+                known = kept[1] if kept is not None and kept[0]() is not None else {}
+            elif now.given.get("encoder_outputs") is not None:
+                known = self._encoded
+            if count in known:
+                frame.inputs[count] = known[count]
             else:
-                frame.inputs = list(range(self.next_input, self.next_input + count))
+                frame.inputs[count] = list(range(self.next_input, self.next_input + count))
                 self.next_input += count
-            self._last = frame.inputs
-        if len(frame.inputs) != count:
-            raise InputError(
-                f"the model attends with a batch of {count} where its first layer had "
-                f"{len(frame.inputs)}; the lens needs one batch of texts in all layers."
-            )
-        return frame.inputs
+        return frame.inputs[count]
+
+    def _closed(self, frame: Frame, output: Any) -> None:
+        """Remember whose texts a cache holds, and what an encoder called by itself was given."""
+        given, now = frame.outermost.given, getattr(output, "past_key_values", None)
+        for cache in (given.get("past_key_values"), now):
+            if cache is not None and frame.inputs:
+                with suppress(TypeError):  # tuples, as old models return, cannot be referred to
+                    self._caches[id(cache)] = (weakref.ref(cache), frame.inputs)
+        alone = "encoder" in frame.outermost.name.rpartition(".")[2]
+        self._encoded = frame.inputs if alone else {}
 
     def _positions(self, call: AttentionCall, frame: Frame) -> Positions:
         batch, _, m, _ = call.query.shape
         n = call.key.shape[2]
-        owner = self.stack.innermost(_is_model)
+        owner = self.stack.innermost(is_model)
         past = 0 if owner is None else owner.past
         device = call.query.device
         if call.cross:
@@ -186,16 +213,35 @@ class Recorder:
             stack = "" if owner is None else owner.name
             if queries is None:
                 queries = self._guessed(call, stack, past)
+            if past and m == 1 and owner is not None:
+                queries = queries & ~self._over(owner, frame, (batch, past + 1)).to(device)
             self._known[stack] = queries
-            start = max(0, total - n)  # a window's cache has dropped the oldest keys
+            start = max(0, total - n) if past else 0  # a window's cache has dropped the oldest
             real_keys = torch.zeros(batch, n, dtype=torch.bool, device=device)
-            real_keys[:, : total - start] = queries[:, start:]
+            real_keys[:, : total - start] = queries[:, start : start + n]
             own = torch.arange(past - start, past - start + m, device=device).expand(batch, m)
             own = own.where(own < n, -1)
             frame.real[batch, m] = queries[:, -m:]
         token = queries.cumsum(-1) - 1
-        key_token = _numbers(real_keys, 0 if call.cross else token[:, -1:] + 1)
+        key_token = _numbers(real_keys, 0 if call.cross or not past else token[:, -1:] + 1)
         return Positions(queries[:, -m:], token[:, -m:], key_token, own)
+
+    def _over(self, owner: Running, frame: Frame, shape: tuple[int, int]) -> Tensor:
+        """Texts that had ended before this step of generation: what they are fed is padding."""
+        ids, last = owner.given.get("input_ids"), self._ended.get(owner.name)
+        now = torch.zeros(shape, dtype=torch.bool)
+        if not isinstance(ids, Tensor) or ids.shape != (shape[0], 1):
+            return now
+        now = now.to(ids.device)
+        if last is None or last.serial != frame.serial:
+            before = now[:, 0].clone()
+            if last is not None and last.past + 1 == owner.past and len(last.after) == shape[0]:
+                before = last.after
+            ends = torch.tensor(_end_tokens(self.model), device=ids.device)
+            last = _Ended(frame.serial, owner.past, before, before | torch.isin(ids[:, 0], ends))
+            self._ended[owner.name] = last
+        now[:, -1] = last.before
+        return now
 
     def _guessed(self, call: AttentionCall, stack: str, past: int) -> Tensor:
         """What is no padding, ``(B, past + M)``, where the model was given no mask of its texts.
@@ -212,9 +258,22 @@ class Recorder:
         return torch.ones(batch, past + m, dtype=torch.bool, device=call.query.device)
 
 
-def _is_model(running: Running) -> bool:
-    """A Hugging Face model or one of its stacks, which know the mask of the texts."""
-    return hasattr(running.module, "base_model_prefix")
+class _Ended(NamedTuple):
+    """Which texts had ended before the step of a frame, and which after it."""
+
+    serial: int
+    past: int
+    before: Tensor
+    after: Tensor
+
+
+def _end_tokens(model: nn.Module) -> list[int]:
+    """The tokens that end a text, as the model's configuration has them."""
+    for name in ("generation_config", "config"):
+        found = getattr(getattr(model, name, None), "eos_token_id", None)
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []
 
 
 def _flat(
@@ -224,9 +283,9 @@ def _flat(
     mask = None if running is None else running.given.get(name)
     if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) not in (1, shape[0]):
         return None
-    if mask.shape[1] < shape[1]:
+    if mask.shape[1] != shape[1]:  # of a static cache, or of sound before it became frames
         return None
-    return (mask[:, : shape[1]] != 0).expand(shape).to(device)
+    return (mask != 0).expand(shape).to(device)
 
 
 def _unhidden(call: AttentionCall, batch: int, n: int) -> Tensor:

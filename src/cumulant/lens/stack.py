@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Frame", "Running", "Stack"]
+from cumulant.errors import InputError
+
+__all__ = ["Frame", "Running", "Stack", "is_model", "under_transform"]
 
 
 @dataclass
@@ -26,57 +29,103 @@ class Running:
 
 @dataclass
 class Frame:
-    """One call from outside: its inputs, how often each module attended, what is padding."""
+    """One call of a model: its inputs, how often each module attended, what is padding."""
 
     serial: int
     outermost: Running
-    inputs: list[int] = field(default_factory=list[int])
+    inputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # by batch size
     times: dict[str, int] = field(default_factory=dict[str, int])
     real: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
 
 
-class Stack:
-    """Keeps the running modules of a model; the first one called from outside opens a frame."""
+class _Here(threading.local):
+    """What runs in one thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.names = {id(m): name for name, m in model.named_modules()}
+    def __init__(self) -> None:
         self.running: list[Running] = []
-        self.frame: Frame | None = None
+        self.frames: list[tuple[int, Frame | None]] = []  # each with its depth in `running`
+
+
+class Stack:
+    """Keeps the running modules of a model, thread by thread.
+
+    The first module called from outside opens a frame, and so does a Hugging Face model inside
+    something that is none: a module that generates calls its model once for each step. `closed` is
+    told when a frame's call has returned, with what it returned.
+    """
+
+    def __init__(self, model: nn.Module, closed: Callable[[Frame, Any], None]) -> None:
+        self.names = {id(m): name for name, m in model.named_modules()}
         self.frames = 0
+        self._here = _Here()
+        self._closed = closed
         self._modules = list(model.modules())
         self._handles: list[Any] = []
 
+    def __deepcopy__(self, memo: Any) -> Stack:
+        """The hooks of a copied model lead here, where the copy is not known."""
+        return self
+
+    @property
+    def running(self) -> list[Running]:
+        return self._here.running
+
+    @property
+    def frame(self) -> Frame | None:
+        return self._here.frames[-1][1] if self._here.frames else None
+
     def attach(self) -> None:
-        for module in self._modules:
-            self._handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
+        try:
+            for module in self._modules:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
+        except RuntimeError as error:
+            self.detach()
+            raise InputError(f"observe cannot look inside this model: {error}.") from None
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.running.clear()
-        self.frame = None
+        self._here = _Here()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(module) not in self.names:  # a copy made meanwhile, which has our hooks too
+            return
+        here = self._here
+        if here.running and here.running[0].module is module:  # an interrupted call left its traces
+            here.running.clear()
+            here.frames.clear()
         given = _bound(module, args, kwargs)
         now = Running(module, self.names[id(module)], given, _seen_before(given))
-        if not self.running and not _in_backward():
-            self.frame = Frame(self.frames, now)
-            self.frames += 1
-        self.running.append(now)
+        opens = not here.running or (is_model(now) and not any(map(is_model, here.running)))
+        if opens:
+            frame = None if _in_backward() else Frame(self.frames, now)
+            here.frames.append((len(here.running), frame))
+            self.frames += frame is not None
+        here.running.append(now)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        here = self._here
+        if id(module) not in self.names:
+            return
         # A call that raised before its own hooks leaves nothing behind: unwind to the module.
-        while self.running and self.running.pop().module is not module:
+        while here.running and here.running.pop().module is not module:
             pass
-        if not self.running:
-            self.frame = None
+        while here.frames and here.frames[-1][0] >= len(here.running):
+            _, frame = here.frames.pop()
+            if frame is not None:
+                self._closed(frame, output)
 
     def innermost(self, wanted: Callable[[Running], bool]) -> Running | None:
         return next((x for x in reversed(self.running) if wanted(x)), None)
+
+
+def is_model(running: Running) -> bool:
+    """A Hugging Face model or one of its stacks, which know the mask of the texts."""
+    return hasattr(running.module, "base_model_prefix")
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

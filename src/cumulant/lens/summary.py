@@ -30,7 +30,7 @@ class HeadSums:
 
     def add(self, record: Record) -> None:
         """Take in the real tokens of one call."""
-        keep = record.real[:, None].expand_as(record.columns["entropy"])
+        keep = record.real[:, None] & (record.columns["visible"] > 0)
         heads = keep.shape[1]
         count = keep.sum((0, 2)).double()
         sums = {"count": count}

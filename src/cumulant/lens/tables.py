@@ -50,6 +50,17 @@ class Lens:
         """
         return token_table(self._recorder)
 
+    def heads(self) -> Any:
+        """One row per (layer, head): means over the tokens seen, class, lipschitz."""
+        from cumulant.lens.summary import HeadSums
+
+        token_table(self._recorder)  # says so if there is nothing, or NaN
+        sums = HeadSums()
+        for record in self._recorder.records:
+            sums.add(record)
+        rows = [row for layer in self._recorder.layers.values() for row in sums.rows(layer)]
+        return pandas().DataFrame(rows)
+
     def modules(self) -> Any:
         """One row per layer: the module, self or cross, heads, key heads and scale."""
         rows = [
@@ -108,7 +119,7 @@ def _columns(record: Record, name: str) -> dict[str, torch.Tensor]:
     """One record, flat, padding left out."""
     some = record.columns["log_normalizer"]
     batch, heads, m = some.shape
-    keep = record.real[:, None].expand(batch, heads, m)
+    keep = record.real[:, None] & (record.columns["visible"] > 0)
     grid = {
         "input": torch.tensor(record.inputs)[:, None, None],
         "layer": torch.tensor(record.layer).reshape(1, 1, 1),
