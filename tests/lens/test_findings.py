@@ -90,11 +90,12 @@ def test_link_says_how_linear_and_how_good_the_trained_map_is():
     assert "83% of the means" in finding.sentence
 
 
-def test_gaussianity_counts_rejections_against_chance():
+def test_gaussianity_counts_rejections_with_a_warning():
     layers = pd.DataFrame({"layer": range(20), "gaussianity_p": [0.01] * 3 + [0.5] * 17})
     finding = found("shape", layers=layers)
     assert finding.headline == "Hidden states are not Gaussian in 3 of 20 layers"
-    assert "(1 expected by chance)" in finding.sentence
+    assert "3 of 20 layers" in finding.sentence
+    assert "independent points, which tokens of one text are not" in finding.sentence
     fine = found("shape", layers=layers.assign(gaussianity_p=0.5))
     assert fine.headline == "No layer's hidden states are told from Gaussian"
 

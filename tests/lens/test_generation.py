@@ -130,3 +130,23 @@ def test_the_same_decoder_on_other_encoder_outputs(name):
         )
         model(encoder_outputs=encoded, **rest)
     assert_equal_tables(lens.table(), seen_while(model, **given).table(), 1e-9)
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama", False), ("gpt2", True), ("t5", False)])
+def test_what_is_fed_after_the_end_is_padding(name, same):
+    """A text that ends early is fed padding until the others end: no row of the table."""
+    model = build(name, generates=True)
+    ids, mask = tokens((5, 5), "left"), padding((5, 5), "left")
+    free = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    open_end = model.generate(ids, attention_mask=mask, **free, pad_token_id=0, eos_token_id=None)
+    start = 1 if model.config.is_encoder_decoder else 5
+    first, second = open_end[:, start:].tolist()
+    end = next(k for k in range(1, NEW - 1) if first[k] not in second and first[k] not in first[:k])
+    model.generation_config.eos_token_id = first[end]
+    fill = first[end] if same else 0
+    with torch.no_grad(), cm.lens.observe(model) as lens:
+        out = model.generate(ids, attention_mask=mask, **free, pad_token_id=fill)
+    assert out[0, start + end + 1 :].tolist() == [fill] * (NEW - end - 1)
+    table = lens.table()
+    last = table[table.layer == table.layer.max()].groupby("input")["token"].max()
+    assert last.tolist() == [start + end, start + NEW - 2]  # the end itself is the last one fed

@@ -7,6 +7,7 @@ from cumulant.lens.interface import register
 from cumulant.lens.models import load
 from cumulant.lens.observing import observe
 from cumulant.lens.tables import Lens
+from cumulant.lens.texts import Text
 
 __all__ = [
     "COLUMNS",
@@ -14,6 +15,7 @@ __all__ = [
     "Examination",
     "Lens",
     "Progress",
+    "Text",
     "compare",
     "examine",
     "load",

@@ -90,16 +90,16 @@ def _classes(data: ReportData) -> Finding | None:
     counts = {k: kinds.count(k) for k in CLASSES}
     most = max(CLASSES, key=lambda k: counts[k])
     meaning = {
-        "I": "spread over more than half of the keys",
-        "II": "over an eighth to a half of the keys",
-        "III": "over a thirty-second to an eighth of the keys",
+        "I": "on more than half of the keys",
+        "II": "on an eighth to a half of the keys",
+        "III": "on a thirty-second to an eighth of the keys",
         "IV": "on few keys",
     }[most]
     rest = ", ".join(f"{counts[k]} of class {k}" for k in CLASSES)
     return Finding(
         f"Class {most} is the most frequent: {counts[most]} of {count(len(kinds), 'head')}",
         f"{share(counts[most] / len(kinds))} of the heads put 90% of their weight "
-        f"{meaning} {_here(data)}; in all {rest}.",
+        f"{meaning} for the median token {_here(data)}; altogether {rest}.{_short(data)}",
         "Fewest keys holding 90% of the weight, median over tokens, against the keys in sight.",
         "classes",
     )
@@ -217,8 +217,8 @@ def _shape(data: ReportData) -> Finding | None:
     if rejected == 0:
         headline = "No layer's hidden states are told from Gaussian"
     sentence = (
-        f"Normality is rejected at 5% in {rejected} of {count(len(p), 'layer')} {_here(data)} "
-        f"({0.05 * len(p):g} expected by chance)"
+        f"Normality is rejected at 5% in {rejected} of {count(len(p), 'layer')} {_here(data)}, by "
+        "a test made for independent points, which tokens of one text are not"
     )
     residual = _numbers(data, "layers", "rank_residual")
     if len(residual) > 1:
@@ -303,6 +303,19 @@ def _deviations(data: ReportData, *, centered: bool) -> dict[float, float]:
     return dict(sorted((float(r), float(s)) for r, s, k in rows if s is not None and k == centered))
 
 
+def _short(data: ReportData) -> str:
+    """Few keys cannot be spread thinly: class IV begins at 32."""
+    if not has(data.tokens, "visible"):
+        return ""
+    most = int(data.tokens["visible"].max())
+    return f" No class IV is possible with fewer than 32 keys (here {most})." if most < 32 else ""
+
+
+def _points(data: ReportData) -> int:
+    """How many attention outputs the link was fitted to: at most 64 of the first text."""
+    return min(64, len(data.texts[0].tokens)) if data.texts else 0
+
+
 def _link(data: ReportData) -> Finding | None:
     linear = _numbers(data, "heads", "link_linear")
     trained = _numbers(data, "heads", "link_trained")
@@ -323,8 +336,14 @@ def _link(data: ReportData) -> Finding | None:
     if exists:
         sentence += f"; a link exists at {share(mean(exists))} of the means tried"
     how = "close to linear" if middle > 0.9 else "partly linear" if middle > 0.5 else "not linear"
+    headline = f"The link is {how}: R² {number(middle)}"
+    points, size = _points(data), int(data.facts.get("head size") or 0)
+    if points:
+        sentence += f"; fitted to {points} points in {size} dimensions, and more would fit better"
+        if points < 2 * size:
+            headline = f"The link: too few tokens to judge it ({points})"
     return Finding(
-        f"The link is {how}: R² {number(middle)}",
+        headline,
         sentence + ".",
         "Natural parameters solved at attention outputs, against linear maps of them (T29).",
         "link",
