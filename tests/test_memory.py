@@ -249,3 +249,41 @@ def test_memory_and_contrast_never_hold_all_pairs(kind, n, d, limit):
     )
     grown = json.loads(out.stdout)
     assert grown < limit, grown
+
+
+LENS = """
+import json, sys
+import torch, transformers
+import cumulant as cm
+
+torch.set_num_threads(2)
+
+def status(field):
+    with open("/proc/self/status") as f:
+        return next(int(x.split()[1]) / 1024 for x in f if x.startswith(field))
+
+n = int(sys.argv[1])
+config = transformers.BertConfig(
+    vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=8,
+    intermediate_size=64, max_position_embeddings=n,
+)
+model = transformers.BertModel(config, add_pooling_layer=False).eval()
+
+def run(length):
+    with torch.no_grad(), cm.lens.observe(model, energy=True) as lens:
+        model(torch.full((1, length), 7))
+
+run(64)
+before = status("VmRSS")
+run(n)
+print(json.dumps(status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+def test_the_lens_keeps_no_weights():
+    """8 heads of 4096 x 4096 weights would be 512 MB in single precision, at the least."""
+    out = subprocess.run(
+        [sys.executable, "-c", LENS, "4096"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(out.stdout) < 128

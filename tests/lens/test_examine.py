@@ -227,3 +227,25 @@ def test_the_report_is_one_file(whole, tmp_path):
     page = whole.report(tmp_path / "deep" / "report.html")
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
     assert [p.name for p in page.parent.iterdir()] == ["report.html"]
+
+
+def test_names_by_a_dictionary(model, tokenizer):
+    found = cm.lens.examine(model, tokenizer, {"felix": "the cat", "rex": "the dog ran"})
+    assert found.inputs()["text"].tolist() == ["felix", "rex"]
+    assert found.inputs()["tokens"].tolist() == [4, 5]
+    assert any("first text, which has 4 tokens" in note for note in found.notes)
+
+
+def test_compare_takes_examinations(whole, tmp_path):
+    with pytest.raises(cm.InputError, match="Examination.load"):
+        cm.lens.compare(whole, str(tmp_path))
+
+
+def test_heads_of_an_observation(model, tokenizer, whole):
+    with torch.no_grad(), cm.lens.observe(model) as lens:
+        for text in TEXTS:
+            model(**tokenizer(text, return_tensors="pt"))
+    heads = lens.heads()
+    for name in ("entropy", "sink_mass", "lipschitz", "k90_fraction"):
+        assert heads[name].to_numpy() == pytest.approx(whole.heads()[name].to_numpy(), rel=1e-4)
+    assert heads["class"].tolist() == whole.heads()["class"].tolist()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import Progress, examine
-from cumulant.lens.files import PARTIAL, make_folder, plain
-from cumulant.lens.models import load
+from cumulant.lens.files import ABOUT, make_folder, plain, unfinished
+from cumulant.lens.models import load, reason_of
 from cumulant.lens.texts import PASSAGE_SOURCE, read
 
 
@@ -71,6 +72,7 @@ def lens(
     earlier = None if against is None else Examination.load(against)
     texts = read(text, file or (), jsonl, field)
     folder = make_folder(output)
+    before = _stamp(folder)
     shown = Console(stderr=True)
     try:
         with shown.status("loading the model"):
@@ -96,52 +98,90 @@ def lens(
                 progress=tick,
             )
         page = found.report(folder / "report.html")
-        if earlier is not None:
-            compare(earlier, found).to_csv(folder / "comparison.csv", index=False)
+        differences = None if earlier is None else compare(earlier, found)
+        if differences is not None:
+            differences.to_csv(folder / "comparison.csv", index=False)
     except KeyboardInterrupt:
-        typer.echo(f"cumulant: interrupted; {_left(folder, fresh)}", err=True)
+        left = _left(folder, fresh, before)
+        typer.echo(f"cumulant: interrupted; {left}", err=True)
         raise typer.Exit(130) from None
     except InputError:
-        _left(folder, fresh)
+        _left(folder, fresh, before)
         raise
     except OSError as error:
-        where = error.filename or folder
-        raise InputError(f"cannot write {where}: {error.strerror or error}.") from None
+        _left(folder, fresh, before)
+        where, why = error.filename or folder, error.strerror or reason_of(error)
+        raise InputError(f"cannot write {where}: {why}.") from None
     whose = None if text or file or jsonl else PASSAGE_SOURCE
-    (_tell_json if as_json else _tell)(found, page, whose)
+    if as_json:
+        _tell_json(found, page, whose)
+        return
+    console = Console(highlight=False, emoji=False)
+    _tell(console, found, page, whose)
+    if before is not None:
+        console.print(f"[dim]It replaces an earlier examination in {escape(str(folder))}.[/dim]")
+    if differences is not None:
+        _tell_difference(console, differences, against, folder)
 
 
-def _left(folder: Path, fresh: bool) -> str:
-    """What an unfinished run leaves behind: its finished batches, or nothing at all."""
-    if (folder / PARTIAL / "state.pt").exists():
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    """Tells one examination in the folder from the next."""
+    try:
+        found = (folder / ABOUT).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _left(folder: Path, fresh: bool, before: tuple[int, int] | None) -> str:
+    """What a run that was stopped leaves behind: its tables, its finished batches, or nothing."""
+    if unfinished(folder):
         return f"what was finished is kept in {folder}; give the same command again to go on"
-    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    if (now := _stamp(folder)) is not None and now != before:
+        return f"the tables are in {folder}, but what comes after them is not complete"
     if fresh:
-        try:
+        with suppress(OSError):  # somebody else has written into it
             folder.rmdir()
-        except OSError:
-            return "nothing was written"
     return "nothing was written"
 
 
-def _tell(found: Examination, page: Path, whose: str | None) -> None:
+def _tell(console: Console, found: Examination, page: Path, whose: str | None) -> None:
     """The findings in sentences, and where everything is."""
     from cumulant.lens.report import findings
 
     run, facts = found.run, found.facts
-    console = Console(highlight=False)
+    name = escape(str(facts["name"]))
     console.print(
-        f"[bold]{facts['name']}[/bold]: {facts['layers']} layers, {facts['heads']} heads; "
+        f"[bold]{name}[/bold]: {facts['layers']} layers, {facts['heads']} heads; "
         f"{run['tokens']} tokens of {run['texts']} text{'s' * (run['texts'] != 1)} in "
         f"{run['seconds']:.1f} s"
     )
     if whose is not None:
-        console.print(f"[dim]{whose}[/dim]")
+        console.print(f"[dim]{escape(whose)}[/dim]")
     for finding in findings(found.report_data()):
-        console.print(f"\n[bold]{finding.headline}[/bold]\n{finding.sentence}", soft_wrap=False)
+        headline, sentence = escape(finding.headline), escape(finding.sentence)
+        console.print(f"\n[bold]{headline}[/bold]\n{sentence}", soft_wrap=False)
     for note in found.notes:
-        console.print(f"\n[yellow]{note}[/yellow]")
-    console.print(f"\nThe report is {page}; tables are beside it.")
+        console.print(f"\n[yellow]{escape(note)}[/yellow]")
+    console.print(f"\nThe report is {escape(str(page))}; tables are beside it.")
+
+
+def _tell_difference(
+    console: Console, differences: Any, against: Path | None, folder: Path
+) -> None:
+    """Medians over heads of what changed, and where all of it is."""
+    console.print(
+        f"\n[bold]Against {escape(str(against))}[/bold] (medians over heads, earlier and now)"
+    )
+    for name in ("entropy", "effective_keys", "k90_fraction", "self_mass", "sink_mass"):
+        rows = differences[differences["statistic"] == name]
+        if len(rows):
+            before, after = float(rows["first"].median()), float(rows["second"].median())
+            console.print(f"{name:>15}  {before:10.4g}  {after:10.4g}")
+    console.print(
+        "Most of these depend on how many keys a token sees: compare texts of one length.\n"
+        f"Every statistic of every head is in {escape(str(folder / 'comparison.csv'))}."
+    )
 
 
 def _tell_json(found: Examination, page: Path, whose: str | None) -> None:

@@ -5,18 +5,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
-from cumulant.lens.files import PARTIAL, make_folder, move_in, read_table, write_json, write_table
+from cumulant.lens.files import (
+    ABOUT,
+    claimed,
+    finish_move,
+    is_complete,
+    make_folder,
+    move_in,
+    outdated,
+    part_name,
+    read_table,
+    whole,
+    write_json,
+    write_table,
+)
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
 
 __all__ = ["Examination", "compare"]
 
 _SMALL = ("heads", "layers", "expansions", "partition", "inputs")
+_KINDS = {"model": dict, "run": dict, "notes": list, "shown": list, "top": list}
 
 
 @dataclass(frozen=True)
@@ -27,9 +42,11 @@ class Examination:
         facts: the model: name, type, layers, heads, ...
         run: seconds, peak memory, tokens, versions, when.
         notes: what a reader must know, such as truncated texts.
-        shown: texts whose tokens are kept for the report: (name, tokens).
+        shown: texts whose tokens are kept for the report: (name, tokens[, decoder's tokens]).
         top: for these texts, by [text][layer][head][token], pairs (key, weight) of the largest
             weights.
+        folder: where the table of tokens is, if not in ``tables``.
+        parts: of how many files it consists there.
     """
 
     facts: dict[str, Any]
@@ -39,6 +56,7 @@ class Examination:
     shown: list[Any] = field(default_factory=list[Any])
     top: list[Any] = field(default_factory=list[Any])
     folder: Path | None = None
+    parts: int | None = None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
@@ -47,28 +65,32 @@ class Examination:
     def table(self) -> Any:
         """One row per (input, layer, head, token); the columns are those of ``COLUMNS``."""
         if "tokens" not in self.tables and self.folder is not None:
-            return read_table(self.folder / "tokens.parquet")
-        return self.tables["tokens"]
+            return read_table(self.folder / "tokens.parquet", self.parts)
+        return self._table("tokens")
 
     def heads(self) -> Any:
         """One row per (layer, head)."""
-        return self.tables["heads"]
+        return self._table("heads")
 
     def layers(self) -> Any:
         """One row per transformer block."""
-        return self.tables["layers"]
+        return self._table("layers")
 
     def expansions(self) -> Any:
         """Quantiles over token pairs of |f(x) - f(y)| / |x - y|, per sublayer."""
-        return self.tables["expansions"]
+        return self._table("expansions")
 
     def partition(self) -> Any:
         """The partition function of the input embeddings (T31)."""
-        return self.tables["partition"]
+        return self._table("partition")
 
     def inputs(self) -> Any:
         """One row per input: the text's name and how many tokens it has."""
-        return self.tables["inputs"]
+        return self._table("inputs")
+
+    def _table(self, name: str) -> Any:
+        """A table; one without rows was not written, and is read back as empty."""
+        return self.tables[name] if name in self.tables else pandas().DataFrame()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write all tables into a folder: Parquet, and one JSON file with definitions and facts.
@@ -76,20 +98,26 @@ class Examination:
         Nothing is half-written: files appear in the folder when all of them are complete.
         """
         target = make_folder(folder)
-        partial = target / PARTIAL
+        own: Path | None = None
         try:
-            (partial / "tokens.parquet").mkdir(parents=True, exist_ok=True)
-            write_table(self.table(), partial / "tokens.parquet" / "part-00000.parquet", "tokens")
-            self.write_rest(partial)
-            move_in(partial, target)
+            with claimed(target) as partial:
+                if partial is not None and is_complete(partial):
+                    finish_move(partial, target)
+                # Not the folder of unfinished work: that is for a later run to go on with.
+                own = Path(tempfile.mkdtemp(prefix=".cumulant-saving-", dir=target))
+                (own / "tokens.parquet").mkdir()
+                write_table(self.table(), own / "tokens.parquet" / part_name(0), "tokens")
+                self.write_rest(own, parts=1)
+                move_in(own, target, outdated(target, [x.name for x in own.iterdir()]))
         except OSError as error:
             raise InputError(f"cannot write into {target}: {error.strerror or error}.") from None
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if own is not None:
+                shutil.rmtree(own, ignore_errors=True)
         return target
 
-    def write_rest(self, folder: Path) -> None:
-        """Everything but the table of tokens."""
+    def write_rest(self, folder: Path, parts: int) -> None:
+        """Everything but the table of tokens, which has so many parts."""
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
@@ -107,39 +135,55 @@ class Examination:
                     if n in used
                 },
                 "tables": TABLES,
+                "parts": parts,
                 **{n: self.tables[n] for n in _SMALL if len(self.tables.get(n, ()))},
             },
-            folder / "examination.json",
+            folder / ABOUT,
         )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
-        """An examination that was saved."""
+        """An examination that was saved.
+
+        Raises:
+            InputError: there is none, or the file that is missing or damaged.
+        """
         path = Path(folder)
         try:
-            about = json.loads((path / "examination.json").read_text("utf-8"))
+            about = json.loads((path / ABOUT).read_text("utf-8"))
         except FileNotFoundError:
-            raise InputError(f"{path} holds no examination (no examination.json).") from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot read {path / 'examination.json'}: {error}.") from None
-        tables = {
-            n: read_table(path / f"{n}.parquet") for n in _SMALL if (path / f"{n}.parquet").exists()
-        }
+            raise InputError(f"{path} holds no examination (no {ABOUT}).") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"cannot read {path / ABOUT}: {error}.") from None
+        wrong = _wrong(about)
+        if wrong:
+            raise InputError(
+                f"{path / ABOUT} is not that of an examination, or damaged: {wrong}; examine again."
+            )
+        tables = {n: read_table(path / f"{n}.parquet") for n in _SMALL if n in about}
         return cls(
-            about["model"], about["run"], about["notes"], tables, about["shown"], about["top"], path
+            facts=about["model"],
+            run=about["run"],
+            notes=about["notes"],
+            tables=tables,
+            shown=about["shown"],
+            top=about["top"],
+            folder=path,
+            parts=about.get("parts"),
         )
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """One self-contained HTML page; opens anywhere, asks for nothing from outside."""
         from cumulant.lens.report import render
 
-        page = render(self.report_data())
         target = Path(path)
+        if os.path.isdir(target):  # Path.is_dir raises where a name is too long
+            raise InputError(f"{target} is a folder: give a file, such as {target}/report.html.")
+        page = render(self.report_data())
         make_folder(target.parent)
-        temporary = target.with_name(target.name + ".writing")
         try:
-            temporary.write_text(page, "utf-8")
-            os.replace(temporary, target)
+            with whole(target) as temporary:
+                temporary.write_text(page, "utf-8")
         except OSError as error:
             raise InputError(f"cannot write {target}: {error.strerror or error}.") from None
         return target
@@ -153,8 +197,7 @@ class Examination:
         if few and "tokens" in self.tables:
             tokens = self.tables["tokens"][self.tables["tokens"]["input"] < few]
         elif few and self.folder is not None:  # the first part has the first texts
-            first = sorted((self.folder / "tokens.parquet").glob("part-*.parquet"))[0]
-            tokens = read_table(first)
+            tokens = read_table(self.folder / "tokens.parquet" / part_name(0))
             tokens = tokens[tokens["input"] < few]
         return ReportData(
             title=str(self.facts.get("name", "a model")),
@@ -171,15 +214,36 @@ class Examination:
         )
 
 
+def _wrong(about: Any) -> str:
+    """What keeps the content of an examination.json from being that; nothing if it is."""
+    if not isinstance(about, dict):
+        return "it holds no object"
+    for name, kind in _KINDS.items():
+        if not isinstance(about.get(name), kind):  # pyright: ignore[reportUnknownMemberType]
+            return f"it has no {name!r}"
+    parts: Any = about.get("parts", 1)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return "" if isinstance(parts, int) and parts > 0 else "its 'parts' are no number"
+
+
 def compare(first: Examination, second: Examination) -> Any:
     """Two models, or two texts: one row per statistic and head, or per quarter of the depth.
 
     Where both have the same layers and heads, rows are (layer, head, statistic) with ``first``,
     ``second`` and ``difference``; otherwise medians over the heads of each quarter of the depth.
     """
+    for each in (first, second):
+        if not isinstance(each, Examination):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(
+                f"compare takes two examinations, not a {type(each).__name__}: for a folder use "
+                "Examination.load(folder)."
+            )
     frames = pandas()
     grids = [x.heads() for x in (first, second)]
     keys = ["layer", "head"]
+    for each, grid in zip((first, second), grids, strict=True):
+        if not set(keys) <= set(grid.columns):
+            where = "" if each.folder is None else f" in {each.folder / 'heads.parquet'}"
+            raise InputError(f"compare: there is no table of heads{where}; examine again.")
     same = len(grids[0]) == len(grids[1]) and bool(
         (grids[0][keys].to_numpy() == grids[1][keys].to_numpy()).all()
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-import sys
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,49 @@ from torch import Tensor, nn
 from cumulant.errors import InputError
 from cumulant.lens.encoding import Encoded, batches, encode, max_length
 from cumulant.lens.examination import Examination
-from cumulant.lens.files import PARTIAL, make_folder, move_in, write_table
+from cumulant.lens.files import (
+    FINISHED,
+    STATE,
+    check_parts,
+    claimed,
+    clear,
+    finish_move,
+    is_complete,
+    make_folder,
+    mark_complete,
+    part_name,
+    read_state,
+    read_table,
+    write_state,
+    write_table,
+)
 from cumulant.lens.observing import watching
 from cumulant.lens.recorder import Layer, Recorder, Wanted
-from cumulant.lens.sensitivity import Group, sensitivity
-from cumulant.lens.summary import HeadSums, link_columns, weight_columns, weights_of
+from cumulant.lens.summary import (
+    HeadSums,
+    left_out,
+    link_columns,
+    model_facts,
+    nullable,
+    peak_memory,
+    sensitivities,
+    top_pairs,
+    versions,
+    weight_columns,
+    weights_digest,
+)
 from cumulant.lens.tables import pandas, token_table
 from cumulant.lens.texts import Text
 
 __all__ = ["Progress", "examine"]
 
-# So many texts are encoded, run and written at a time; an interruption loses no more.
-CHUNK = 16
+# So many texts are encoded at a time, and so many of their pieces run and written at a time; an
+# interruption loses no more.
+CHUNK, PIECES = 16, 64
 
-# For the report: so many texts, of so many tokens.
-SHOWN, SHOWN_TOKENS = 3, 512
+# So many inputs are kept for the report (it cuts long ones itself), and so many notes name a text
+# that was too long.
+SHOWN, NAMED = 3, 5
 
 
 @dataclass(frozen=True)
@@ -46,23 +74,35 @@ class Progress:
 
 @dataclass
 class _State:
-    """What must survive an interruption, beside the tables on disk."""
+    """What must survive an interruption, beside the tables on disk; it does not grow with them.
+
+    ``digest`` is that of the texts done; ``pieces`` of the chunk that follows are done as well, and
+    ``ahead`` is the digest with all of that chunk.
+    """
 
     texts: int = 0
+    pieces: int = 0
     parts: int = 0
     digest: str = ""
+    ahead: str = ""
     seconds: float = 0.0
     tokens: int = 0
-    inputs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    inputs: int = 0
+    overlong: int = 0
+    names: list[str] = field(default_factory=list[str])
+    length: int = 0
     notes: list[str] = field(default_factory=list[str])
     shown: list[Any] = field(default_factory=list[Any])
     first: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
+_KEPT = ("run", "identity", "sums", "links", "top", "probe", "next_input")
+
+
 def examine(
     model: nn.Module,
     tokenizer: Any,
-    texts: str | Iterable[str] | Iterable[Text],
+    texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str],
     *,
     name: str | None = None,
     batch_size: int = 8,
@@ -82,7 +122,8 @@ def examine(
     Args:
         model: as loaded by transformers; it is run as it is, so call ``eval()`` first.
         tokenizer: the model's.
-        texts: one text or many; a generator is taken as it comes, so that a corpus need not fit.
+        texts: one text or many, or a dictionary of names and texts; a generator is taken as it
+            comes, so that a corpus need not fit.
         name: of the model, for the report.
         batch_size: texts in one forward call, at most.
         windows: cut texts that are longer than the model's positions into pieces; otherwise their
@@ -93,7 +134,8 @@ def examine(
         progress: called after each batch.
 
     Raises:
-        InputError: no text, an empty one, or a folder that holds other texts' work.
+        InputError: no text, an empty one, a tokenizer of another model, or a folder that holds
+            other texts' work, damaged work, or that of a run that is going on.
 
     >>> import cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
@@ -108,26 +150,29 @@ def examine(
     label = name or str(getattr(getattr(model, "config", None), "name_or_path", "")) or None
     label = label or type(model).__name__
     target = None if folder is None else make_folder(folder)
-    run = _Run(model, tokenizer, label, batch_size, windows, target)
-    wanted = Wanted(energy=True, links=1, top=SHOWN, layers=True)
-    with watching(model, wanted) as recorder:
-        run.restore(recorder, source)
-        while chunk := list(islice(source, CHUNK)):
-            run.take(recorder, chunk)
-            if progress is not None:
-                progress(Progress(run.state.texts, total))
-        if not run.state.texts:
-            raise InputError("examine: there is no text to examine.")
-    run.state.notes += [n for n in notes if n not in run.state.notes]
-    if recorder.probe is not None and recorder.probe.skipped:
-        left = "; ".join(f"{block}: {why}" for block, why in recorder.probe.skipped.items())
-        run.state.notes.append(f"blocks without expansion and shape: {left}")
-    return run.finish(recorder)
+    with claimed(target) as partial:
+        run = _Run(model, tokenizer, label, batch_size, windows, target, partial)
+        if (found := run.completed(source)) is not None:
+            return found
+        wanted = Wanted(energy=True, links=1, top=SHOWN, layers=True)
+        with watching(model, wanted) as recorder:
+            run.restore(recorder, source)
+            while chunk := list(islice(source, CHUNK)):
+                for _ in run.take(recorder, chunk):
+                    if progress is not None:
+                        progress(Progress(run.state.texts, total))
+            if run.state.pieces:
+                raise run.refusal("other texts")
+            if not run.state.texts:
+                raise InputError("examine: there is no text to examine.")
+        return run.finish(recorder, run.notes(recorder, notes))
 
 
-def _named(texts: str | Iterable[str] | Iterable[Text]) -> Iterator[Text]:
+def _named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> Iterator[Text]:
     if isinstance(texts, str):
         texts = [texts]
+    elif isinstance(texts, Mapping):
+        texts = [Text(str(name), content) for name, content in texts.items()]
     for number, each in enumerate(texts):
         if isinstance(each, str):
             yield Text(f"text {number}", each)
@@ -150,22 +195,27 @@ class _Run:
         batch_size: int,
         windows: bool,
         folder: Path | None,
+        partial: Path | None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.batch_size, self.windows, self.folder = batch_size, windows, folder
+        self.batch_size, self.windows = batch_size, windows
+        self.folder, self.partial = folder, partial
         self.state = _State()
         self.sums = HeadSums()
         self.tables: list[Any] = []
+        self.inputs: list[dict[str, Any]] = []
         self.started = time.perf_counter()
         self.limit = max_length(model, tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    @property
-    def partial(self) -> Path | None:
-        return None if self.folder is None else self.folder / PARTIAL
-
-    def take(self, recorder: Recorder, chunk: list[Text]) -> None:
-        """Run some texts, and add what they gave."""
+    def take(self, recorder: Recorder, chunk: list[Text]) -> Iterator[None]:
+        """Run some texts, and add what they gave; yields whenever a part of it is safe."""
+        state = self.state
+        digest = state.digest
+        for each in chunk:
+            digest = _digest(digest, each)
+        if state.pieces and digest != state.ahead:
+            raise self.refusal("other texts")
         encoded = encode(
             self.tokenizer,
             [x.content for x in chunk],
@@ -173,62 +223,96 @@ class _Run:
             overlong="windows" if self.windows else "truncate",
             names=[x.name for x in chunk],
         )
-        state = self.state
+        encoded = self._fitting(encoded, chunk)
+        for start in range(state.pieces, len(encoded.ids), PIECES):
+            some = slice(start, start + PIECES)
+            ids, names = encoded.ids[some], [chunk[k].name for k in encoded.texts[some]]
+            table = self._measure(recorder, encoded._replace(ids=ids))
+            inputs = self._name_inputs(ids, encoded.tokens[some], names)
+            state.tokens += sum(map(len, ids))
+            state.pieces, state.ahead = start + len(ids), digest
+            if state.pieces == len(encoded.ids):
+                state.notes += encoded.notes[: max(0, NAMED - state.overlong)]
+                state.overlong += len(encoded.notes)
+                state.texts += len(chunk)
+                state.pieces, state.digest, state.ahead = 0, digest, ""
+            state.parts += 1
+            if self.partial is None:
+                self.tables.append(table)
+                self.inputs += inputs
+            else:
+                self._write_part(self.partial, "tokens", table)
+                self._write_part(self.partial, "inputs", pandas().DataFrame(inputs))
+                self._keep(recorder)
+            yield
+
+    def _fitting(self, encoded: Encoded, chunk: list[Text]) -> Encoded:
+        """Only tokens that the model has; for padding, which is masked, any one of them does."""
+        size = getattr(self._embeddings(), "num_embeddings", None)
+        if size is None:
+            return encoded
+        for ids, text in zip(encoded.ids, encoded.texts, strict=True):
+            if max(ids) >= size:
+                raise InputError(
+                    f"the tokenizer does not fit the model: {chunk[text].name} has token "
+                    f"{max(ids)}, but the model knows {size} tokens (0 to {size - 1}); take the "
+                    "model's own tokenizer."
+                )
+        return encoded if encoded.padding < size else encoded._replace(padding=0)
+
+    def _measure(self, recorder: Recorder, encoded: Encoded) -> Any:
+        """Run the model; the table of what its tokens did."""
         for arguments in batches(encoded, self.batch_size, model=self.model):
             with torch.no_grad():
                 self.model(**{n: x.to(self.device) for n, x in arguments.items()})
-            if not state.first:
+            if not self.state.first:
                 length = int(arguments["attention_mask"][0].sum())
-                state.first = {n: x[:1, :length].clone() for n, x in arguments.items()}
-        state.notes += [n for n in encoded.notes if n not in state.notes]
-        self._name_inputs(encoded, chunk)
+                self.state.first = {n: x[:1, :length].clone() for n, x in arguments.items()}
+        table = token_table(recorder)
         for record in recorder.records:
             self.sums.add(record)
-        table = token_table(recorder)
         recorder.records.clear()
-        state.tokens += sum(len(ids) for ids in encoded.ids)
-        for each in chunk:
-            state.digest = _digest(state.digest, each)
-        state.texts += len(chunk)
-        state.parts += 1
-        if self.partial is None:
-            self.tables.append(table)
-        else:
-            place = self.partial / "tokens.parquet"
-            place.mkdir(parents=True, exist_ok=True)
-            write_table(table, place / f"part-{state.parts - 1:05d}.parquet", "tokens")
-            self._keep(recorder)
+        return table
 
-    def _name_inputs(self, encoded: Encoded, chunk: list[Text]) -> None:
-        for ids, tokens, text in zip(encoded.ids, encoded.tokens, encoded.texts, strict=True):
-            number = len(self.state.inputs)
-            self.state.inputs.append(
-                {"input": number, "text": chunk[text].name, "tokens": len(ids)}
-            )
-            if number < SHOWN and len(self.state.shown) == number and len(ids) <= SHOWN_TOKENS:
-                shown: list[Any] = [chunk[text].name, tokens]
+    def _write_part(self, partial: Path, name: str, table: Any) -> None:
+        place = partial / f"{name}.parquet"
+        place.mkdir(exist_ok=True)
+        write_table(table, place / part_name(self.state.parts - 1), name)
+
+    def _name_inputs(
+        self, ids: list[list[int]], tokens: list[list[str]], names: list[str]
+    ) -> list[dict[str, Any]]:
+        """The rows of some inputs; the first few are kept for the report."""
+        state = self.state
+        rows: list[dict[str, Any]] = []
+        for own, words, name in zip(ids, tokens, names, strict=True):
+            rows.append({"input": state.inputs, "text": name, "tokens": len(own)})
+            if state.inputs == 0:
+                state.length = len(own)
+            if state.inputs < SHOWN:
+                shown: list[Any] = [name, words]
                 if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-                    shown.append(["<start>", *tokens[:-1]])  # what the decoder reads, as `batches`
-                self.state.shown.append(shown)
+                    shown.append(["<start>", *words[:-1]])  # what the decoder reads, as `batches`
+                state.shown.append(shown)
+                state.names.append(name)
+            state.inputs += 1
+        return rows
 
-    def _sensitivity(self, layers: list[Layer]) -> dict[int, dict[str, float | None]]:
-        """Of the first text's output to the weights of each layer (T23); it takes gradients."""
-        groups: list[Group] = []
-        for layer in layers:
-            found = weights_of(self.model, layer)
-            if found is not None and found.value_output:
-                groups.append(Group(layer.number, found.query_key, found.value_output))
-        if not groups or not self.state.first:
-            return {}
-        arguments = {n: x.to(self.device) for n, x in self.state.first.items()}
-
-        def forward() -> Tensor:
-            return self.model(**arguments)[0]
-
-        return {
-            x.layer: {"sensitivity_qk": x.query_key, "sensitivity_vo": x.value_output}
-            for x in sensitivity(self.model, forward, groups)
-        }
+    def notes(self, recorder: Recorder, given: Iterable[str]) -> list[str]:
+        """What a reader must know."""
+        notes = list(self.state.notes)
+        if (more := self.state.overlong - NAMED) > 0:
+            what = "examined in pieces" if self.windows else "truncated"
+            notes.append(f"and {more} more {'text was' if more == 1 else 'texts were'} {what}")
+        notes += [n for n in given if n not in notes]
+        if (length := self.state.length) < 32:
+            notes.append(
+                f"link and sensitivity were taken on the first text, which has {length} tokens; "
+                "put a longer one first for figures that mean something"
+            )
+        if recorder.probe is not None and recorder.probe.skipped:
+            notes.append(left_out(recorder.probe.skipped))
+        return notes
 
     def _keep(self, recorder: Recorder) -> None:
         """The state after a batch; replaced as a whole, so that it is never half-written."""
@@ -236,7 +320,7 @@ class _Run:
             return
         state = {
             "run": {**vars(self.state), "seconds": self._seconds()},
-            "identity": self._identity(),
+            "identity": self._identity,
             "sums": self.sums.state(),
             "links": {
                 k: [None if x is None else tuple(x) for x in v] for k, v in recorder.links.items()
@@ -245,44 +329,72 @@ class _Run:
             "probe": recorder.probe.state() if recorder.probe is not None else None,
             "next_input": recorder.next_input,
         }
-        path = self.partial / "state.pt"
-        temporary = path.with_name("state.writing")
-        torch.save(state, temporary)
-        os.replace(temporary, path)
+        write_state(state, self.partial)
 
+    @cached_property
     def _identity(self) -> dict[str, Any]:
         """What must be the same for work to be continued."""
-        weights = [p for p in self.model.parameters() if p.numel()]
-        few = torch.cat([p.detach().reshape(-1)[:4].double().cpu() for p in weights])
+        sized = hasattr(self.tokenizer, "__len__")
         return {
             "model": self.name,
-            "weights": hashlib.sha256(few.numpy().tobytes()).hexdigest(),
+            "weights": weights_digest(self.model),
             "windows": self.windows,
             "batch_size": self.batch_size,
+            "limit": self.limit,
+            "tokenizer": type(self.tokenizer).__name__,
+            "vocabulary": len(self.tokenizer) if sized else None,
         }
+
+    def refusal(self, what: str) -> InputError:
+        """Work on something else is neither continued nor thrown away."""
+        return InputError(
+            f"{self.folder} holds an unfinished examination of {what}: choose another folder, or "
+            f"remove {self.partial}."
+        )
+
+    def _same_texts(self, kept: dict[str, Any], source: Iterator[Text]) -> bool:
+        """Whether the texts begin with those that were done; they are taken from the source."""
+        digest = ""
+        for _ in range(kept["run"]["texts"]):
+            each = next(source, None)
+            if each is None:
+                return False
+            digest = _digest(digest, each)
+        return digest == kept["run"]["digest"]
+
+    def completed(self, source: Iterator[Text]) -> Examination | None:
+        """What an earlier run had done but for moving its files: they are moved now."""
+        if self.partial is None or self.folder is None or not is_complete(self.partial):
+            return None
+        kept = read_state(self.partial, _KEPT)
+        finish_move(self.partial, self.folder)
+        if kept is None or kept["identity"] != self._identity:
+            return None
+        if self._same_texts(kept, source) and next(source, None) is None:
+            return Examination.load(self.folder)
+        raise InputError(
+            f"{self.folder} held a complete examination of other texts whose files were not in "
+            "place yet; now they are. Do the same again to replace it, or choose another folder."
+        )
 
     def restore(self, recorder: Recorder, source: Iterator[Text]) -> None:
         """Go on where an interrupted run of the same texts stopped."""
-        if self.partial is None or not (self.partial / "state.pt").exists():
+        if self.partial is None:
             return
         from cumulant.lens.heads import Link
         from cumulant.lens.statistics import Top
 
-        kept = torch.load(self.partial / "state.pt", weights_only=True)
-        if kept["identity"] != self._identity():
-            raise InputError(
-                f"{self.folder} holds an unfinished examination of another model or with other "
-                f"settings: choose another folder, or remove {self.partial}."
-            )
-        digest = ""
-        for _ in range(kept["run"]["texts"]):
-            each = next(source, None)
-            digest = "" if each is None else _digest(digest, each)
-        if digest != kept["run"]["digest"]:
-            raise InputError(
-                f"{self.folder} holds an unfinished examination of other texts: choose another "
-                f"folder, or remove {self.partial}."
-            )
+        kept = read_state(self.partial, _KEPT)
+        if kept is None:
+            clear(self.partial)  # nothing says what it is
+            return
+        if kept["identity"] != self._identity:
+            raise self.refusal("another model or with other settings")
+        clear(self.partial, keep=(STATE, "tokens.parquet", "inputs.parquet"))
+        for name in ("tokens", "inputs"):
+            check_parts(self.partial / f"{name}.parquet", kept["run"]["parts"])
+        if not self._same_texts(kept, source):
+            raise self.refusal("other texts")
         self.state = _State(**kept["run"])
         self.sums.merge(kept["sums"])
         recorder.links = {
@@ -292,14 +404,11 @@ class _Run:
         recorder.next_input = kept["next_input"]
         if recorder.probe is not None and kept["probe"] is not None:
             recorder.probe.merge_state(kept["probe"])
-        for part in (self.partial / "tokens.parquet").glob("part-*.parquet"):
-            if int(part.stem[5:]) >= self.state.parts:  # written, but not counted
-                part.unlink()
 
     def _seconds(self) -> float:
         return self.state.seconds + time.perf_counter() - self.started
 
-    def finish(self, recorder: Recorder) -> Examination:
+    def finish(self, recorder: Recorder, notes: list[str]) -> Examination:
         """All tables, and the files in their place."""
         frames = pandas()
         layers = list(recorder.layers.values())
@@ -315,31 +424,40 @@ class _Run:
             heads += [{**a, **b, **c} for a, b, c in zip(*parts, strict=True)]
         probe = recorder.probe
         rows = [] if probe is None else probe.layers()
-        sensitive = self._sensitivity(layers)
+        first = {n: x.to(self.device) for n, x in self.state.first.items()}
+        sensitive = sensitivities(self.model, layers, first)
         for row in rows:
             row.update(sensitive.get(row["layer"], {}))
         tables = {
-            "heads": _nullable(frames.DataFrame(heads)),
-            "layers": _nullable(frames.DataFrame(rows)),
-            "expansions": _nullable(frames.DataFrame([] if probe is None else probe.expansions())),
-            "partition": _nullable(frames.DataFrame(self._partition())),
-            "inputs": frames.DataFrame(self.state.inputs),
+            "heads": nullable(frames.DataFrame(heads)),
+            "layers": nullable(frames.DataFrame(rows)),
+            "expansions": nullable(frames.DataFrame([] if probe is None else probe.expansions())),
+            "partition": nullable(frames.DataFrame(self._partition())),
+            "inputs": frames.DataFrame(self.inputs)
+            if self.partial is None
+            else read_table(self.partial / "inputs.parquet", self.state.parts),
         }
         if self.partial is None:
             tables["tokens"] = frames.concat(self.tables, ignore_index=True)
+        texts = ", ".join(dict.fromkeys(self.state.names))
+        texts += ", ..." if self.state.inputs > SHOWN else ""
         found = Examination(
-            facts=self._facts(layers),
+            facts=model_facts(self.model, self.name, layers, texts),
             run=self._facts_of_run(),
-            notes=self.state.notes,
+            notes=notes,
             tables=tables,
             shown=self.state.shown,
-            top=self._top(recorder, len(layers)),
+            top=top_pairs(recorder, len(self.state.shown), len(layers)),
             folder=self.folder,
+            parts=None if self.folder is None else self.state.parts,
         )
         if self.partial is not None and self.folder is not None:
-            found.write_rest(self.partial)
-            (self.partial / "state.pt").unlink()
-            move_in(self.partial, self.folder)
+            finished = self.partial / FINISHED
+            shutil.rmtree(finished, ignore_errors=True)
+            finished.mkdir()
+            found.write_rest(finished, self.state.parts)
+            mark_complete(self.partial, self.folder)
+            finish_move(self.partial, self.folder)
         return found
 
     def _layers_again(self, recorder: Recorder) -> list[Layer]:
@@ -355,89 +473,27 @@ class _Run:
     def _partition(self) -> list[dict[str, Any]]:
         from cumulant.lens.partition import partition
 
-        try:
-            embeddings = self.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-        except (AttributeError, NotImplementedError):
-            return []
-        weight = getattr(embeddings, "weight", None)
+        weight = getattr(self._embeddings(), "weight", None)
         return [] if weight is None or weight.ndim != 2 else partition(weight.detach())
 
-    def _top(self, recorder: Recorder, layers: int) -> list[Any]:
-        """[text][layer][head][token] -> pairs (key, weight), for the texts that are shown."""
-        out: list[Any] = []
-        for text in range(len(self.state.shown)):
-            rows: list[Any] = []
-            for layer in range(layers):
-                top = recorder.top.get((text, layer))
-                if top is None:
-                    rows.append([])
-                    continue
-                pairs = zip(top.key.tolist(), top.weight.tolist(), strict=True)
-                rows.append(
-                    [
-                        [
-                            [[j, round(w, 5)] for j, w in zip(keys, weights, strict=True) if w > 0]
-                            for keys, weights in zip(*head, strict=True)
-                        ]
-                        for head in pairs
-                    ]
-                )
-            out.append(rows)
-        return out
-
-    def _facts(self, layers: list[Layer]) -> dict[str, Any]:
-        config = getattr(self.model, "config", None)
-        return {
-            "name": self.name,
-            "type": str(getattr(config, "model_type", type(self.model).__name__)),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "layers": len(layers),
-            "heads": max((x.heads for x in layers), default=0),
-            "hidden size": getattr(config, "hidden_size", None),
-            "attention": str(getattr(config, "_attn_implementation", "")),
-            "precision": str(next((p.dtype for p in self.model.parameters()), "")).removeprefix(
-                "torch."
-            ),
-        }
+    def _embeddings(self) -> Any:
+        """Of the tokens, where the model tells."""
+        try:
+            return self.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+        except (AttributeError, NotImplementedError):
+            return None
 
     def _facts_of_run(self) -> dict[str, Any]:
-        import cumulant
-
         return {
             "texts": self.state.texts,
-            "inputs": len(self.state.inputs),
+            "inputs": self.state.inputs,
             "tokens": self.state.tokens,
             "seconds": round(self._seconds(), 3),
             "peak_memory_mb": peak_memory(),
             "finished": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "versions": {
-                "cumulant": cumulant.__version__,
-                "torch": torch.__version__,
-                "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
-
-
-def _nullable(table: Any) -> Any:
-    """Missing numbers as NA, never NaN; columns that say nothing are left out."""
-    table = table.dropna(axis="columns", how="all")
-    for column in table.columns:
-        if table[column].isna().any():
-            table[column] = table[column].astype("Float64")
-    return table
 
 
 def _digest(before: str, text: Text) -> str:
     return hashlib.sha256(f"{before}\0{text.name}\0{text.content}".encode()).hexdigest()
-
-
-def peak_memory() -> float | None:
-    """The most memory this process has held, in MB, where the system tells."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return round(int(line.split()[1]) / 1024, 1)
-    except OSError:
-        pass
-    return None

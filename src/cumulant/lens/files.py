@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.tables import pandas
 
-__all__ = ["PARTIAL", "make_folder", "move_in", "read_table", "write_json", "write_table"]
+__all__ = [
+    "ABOUT",
+    "FINISHED",
+    "PARTIAL",
+    "STATE",
+    "check_parts",
+    "claimed",
+    "clear",
+    "finish_move",
+    "is_complete",
+    "make_folder",
+    "mark_complete",
+    "move_in",
+    "outdated",
+    "part_name",
+    "plain",
+    "read_state",
+    "read_table",
+    "unfinished",
+    "whole",
+    "write_json",
+    "write_state",
+    "write_table",
+]
 
+# Unfinished work is below PARTIAL: STATE and the parts that it counts; then, in FINISHED, what is
+# only to be moved into its place, which COMPLETE says.
 PARTIAL = ".cumulant-partial"
+STATE, FINISHED, COMPLETE, LOCK = "state.pt", "finished", "complete.json", "lock"
+
+# An examination is there if this file is; it is taken away first and put in its place last.
+ABOUT = "examination.json"
+# What an examination and the command may leave in a folder beside it.
+_KNOWN = (
+    *(f"{x}.parquet" for x in ("tokens", "heads", "layers", "expansions", "partition", "inputs")),
+    *("report.html", "comparison.csv"),
+)
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
@@ -51,26 +90,94 @@ def write_table(table: Any, path: Path, name: str) -> None:
         fields.append(field.with_metadata({**(field.metadata or {}), **facts}))
     about = {**(data.schema.metadata or {}), "cumulant": f"{name}: {TABLES.get(name, '')}"}
     data = data.cast(arrow.schema(fields, metadata=about))
-    temporary = path.with_name(path.name + ".writing")
-    parquet.write_table(data, temporary)
-    os.replace(temporary, path)
+    with whole(path) as temporary:
+        parquet.write_table(data, temporary)
 
 
-def read_table(path: Path) -> Any:
-    """A table from Parquet: a file, or a folder of parts."""
+def part_name(number: int) -> str:
+    """The file of one part of a table."""
+    return f"part-{number:05d}.parquet"
+
+
+def read_table(path: Path, parts: int | None = None) -> Any:
+    """A table from Parquet: a file, or a folder of parts, of which so many must be there."""
     _parquet()
-    if path.is_dir():
-        parts = sorted(path.glob("part-*.parquet"))
-        frames = pandas()
-        return frames.concat([frames.read_parquet(p) for p in parts], ignore_index=True)
-    return pandas().read_parquet(path)
+    if not path.is_dir():
+        return _read(path)
+    count = len(list(path.glob("part-*.parquet"))) if parts is None else parts
+    tables = [_read(path / part_name(k)) for k in range(max(1, count))]
+    return pandas().concat(tables, ignore_index=True)
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"{path} is missing: the examination there is damaged, make it again.")
+    try:
+        return pandas().read_parquet(path)
+    except (OSError, ValueError, KeyError, TypeError):  # Arrow's own errors are among these
+        raise InputError(f"{path} is damaged: make the examination again.") from None
+
+
+def check_parts(folder: Path, count: int) -> None:
+    """Parts 0 to ``count`` - 1 of a table must be there and whole; later ones are removed."""
+    parquet = _parquet()[1]
+    partial = folder.parent
+    for path in (folder / part_name(k) for k in range(count)):
+        try:
+            parquet.read_metadata(path)
+        except (OSError, ValueError):
+            what = "damaged" if path.exists() else "missing"
+            raise InputError(
+                f"{path} is {what}, so the unfinished examination is damaged: remove {partial}."
+            ) from None
+    counted = {part_name(k) for k in range(count)}
+    for path in folder.glob("part-*"):
+        if path.name not in counted:  # written, but the state does not know of it
+            path.unlink()
+
+
+@contextmanager
+def whole(path: Path) -> Generator[Path]:
+    """A file to write that takes the place of ``path`` once it is complete, and else is gone."""
+    temporary = path.with_name(path.name + ".writing")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_json(content: Any, path: Path) -> None:
     """JSON without NaN: what is not finite becomes null."""
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_text(json.dumps(plain(content), indent=1, allow_nan=False), "utf-8")
-    os.replace(temporary, path)
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps(plain(content), indent=1, allow_nan=False), "utf-8")
+
+
+def write_state(state: dict[str, Any], partial: Path) -> None:
+    """What an interrupted run needs; replaced as a whole, so that it is never half-written."""
+    # Not torch.save to the file: on a full disk that is no OSError.
+    content = io.BytesIO()
+    torch.save(state, content)
+    with whole(partial / STATE) as temporary:
+        temporary.write_bytes(content.getbuffer())
+
+
+def read_state(partial: Path, keys: Iterable[str]) -> dict[str, Any] | None:
+    """The state of an interrupted run, with these keys, if there is one."""
+    path = partial / STATE
+    if not path.exists():
+        return None
+    try:
+        kept = torch.load(path, map_location="cpu", weights_only=True)
+        sound = set(kept) == set(keys)
+    except Exception:  # whatever unpickling damaged bytes raises
+        kept, sound = None, False
+    if not sound:
+        raise InputError(
+            f"{path} is damaged, or was written by another version: remove {partial} to start over."
+        )
+    return kept
 
 
 def plain(x: Any) -> Any:
@@ -95,11 +202,139 @@ def plain(x: Any) -> Any:
     return int(number) if whole else number
 
 
-def move_in(partial: Path, folder: Path) -> None:
-    """Put everything of a finished partial folder into its place."""
-    for item in sorted(partial.iterdir()):
-        target = folder / item.name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        os.replace(item, target)
-    partial.rmdir()
+@contextmanager
+def claimed(folder: Path | None) -> Generator[Path | None]:
+    """The folder for unfinished work, for one run at a time; removed at the end if it has none.
+
+    Raises:
+        InputError: another run is at work there.
+    """
+    if folder is None:
+        yield None
+        return
+    partial = folder / PARTIAL
+    lock = _locked(partial)
+    try:
+        yield partial
+    finally:
+        try:
+            if partial.is_dir() and not unfinished(folder):
+                _discard(partial)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _locked(partial: Path) -> int | None:
+    """An open file that holds the lock until it is closed, by the end of the process at the latest.
+
+    The file may be removed, by the run that had the lock, between opening and locking it: then
+    the lock is on nothing, and is taken again.
+    """
+    try:
+        fcntl = import_module("fcntl")
+    except ImportError:  # Windows
+        partial.mkdir(exist_ok=True)
+        return None
+    path = partial / LOCK
+    while True:
+        partial.mkdir(exist_ok=True)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(
+                f"another run is writing into {partial.parent}: wait for it, or choose another "
+                "folder."
+            ) from None
+        except OSError:  # a file system without locks
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+        os.close(lock)
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether the folder has work that a later run can go on with."""
+    return (folder / PARTIAL / STATE).exists() or is_complete(folder / PARTIAL)
+
+
+def is_complete(partial: Path) -> bool:
+    """Whether everything is done and only to be moved into its place."""
+    return (partial / COMPLETE).exists()
+
+
+def clear(partial: Path, keep: Iterable[str] = ()) -> None:
+    """Remove what lies in the folder for unfinished work, but not its lock."""
+    for item in partial.iterdir():
+        if item.name not in {LOCK, *keep}:
+            _remove(item)
+
+
+def _discard(partial: Path) -> None:
+    """Remove the folder for unfinished work, the lock last."""
+    clear(partial)
+    (partial / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):  # another run has begun in it
+        partial.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def mark_complete(partial: Path, folder: Path) -> None:
+    """From here on, `finish_move` is all that is to be done, now or in a later run."""
+    written = {"tokens.parquet", *(x.name for x in (partial / FINISHED).iterdir())}
+    write_json({"outdated": outdated(folder, written)}, partial / COMPLETE)
+
+
+def outdated(folder: Path, written: Iterable[str]) -> list[str]:
+    """Files of an earlier examination in the folder that a new one, with these, does not have."""
+    if not (folder / ABOUT).exists():
+        return []  # then they are somebody else's
+    return [x for x in _KNOWN if x not in written and (folder / x).exists()]
+
+
+def finish_move(partial: Path, folder: Path) -> None:
+    """Move a complete examination into its place; may be interrupted anywhere, and done again."""
+    finished = partial / FINISHED
+    if (finished / ABOUT).exists():
+        try:
+            marker = json.loads((partial / COMPLETE).read_text("utf-8"))
+            old = [x for x in _KNOWN if x in marker["outdated"]]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{partial / COMPLETE} is damaged: remove {partial} and examine again."
+            ) from None
+        if (partial / "tokens.parquet").exists():
+            _put(partial / "tokens.parquet", finished / "tokens.parquet")
+        move_in(finished, folder, old)
+    # In this order: a state without the marker would ask for parts that have been moved.
+    for name in (STATE, COMPLETE):
+        (partial / name).unlink(missing_ok=True)
+    clear(partial)
+
+
+def move_in(finished: Path, folder: Path, old: Iterable[str]) -> None:
+    """Put the files of an examination into its place, so that no mixture of two ever loads."""
+    (folder / ABOUT).unlink(missing_ok=True)
+    for name in old:
+        _remove(folder / name)
+    for item in sorted(finished.iterdir(), key=lambda x: (x.name == ABOUT, x.name)):
+        _put(item, folder / item.name)
+    finished.rmdir()
+
+
+def _put(item: Path, target: Path) -> None:
+    if item.is_dir() or (target.is_dir() and not target.is_symlink()):
+        _remove(target)
+    os.replace(item, target)

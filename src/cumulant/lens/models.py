@@ -214,16 +214,17 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
         if hasattr(config, kind):
             setattr(config, kind, None)
     try:
-        if source.file:
-            model, info = _from_gguf(Path(source.folder, source.file), config)
-        else:
-            model, info = transformers.AutoModel.from_pretrained(
-                source.folder,
-                config=config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                **safe,
-            )
+        with _same_every_time():
+            if source.file:
+                model, info = _from_gguf(Path(source.folder, source.file), config)
+            else:
+                model, info = transformers.AutoModel.from_pretrained(
+                    source.folder,
+                    config=config,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    **safe,
+                )
     except Exception as error:
         reason = reason_of(error)
         if "ignore_mismatched_sizes" in str(error):
@@ -240,6 +241,15 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
         )
     notes = _notes(name, model, sorted(info["missing_keys"]))
     return Loaded(model.eval(), _tokenizer(source, safe), name, notes)
+
+
+@contextmanager
+def _same_every_time() -> Generator[None]:
+    """Weights that are not in the file are set at random: the same in every load."""
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would reach the generators of other devices, too.
+        torch.random.default_generator.manual_seed(0)
+        yield
 
 
 def _unknown(name: str, error: Exception) -> str:

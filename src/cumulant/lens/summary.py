@@ -1,17 +1,35 @@
-"""Heads over many texts: sums that add up batch by batch, and merge."""
+"""Summaries over many texts: sums of heads that add up batch by batch, and what goes with them."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cumulant.lens.recorder import Layer, Record, Recorder
+from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.weights import Projections, bilinear, projections
 
-__all__ = ["HeadSums", "link_columns", "weight_columns", "weights_of"]
+__all__ = [
+    "HeadSums",
+    "left_out",
+    "link_columns",
+    "model_facts",
+    "nullable",
+    "peak_memory",
+    "sensitivities",
+    "top_pairs",
+    "versions",
+    "weight_columns",
+    "weights_digest",
+    "weights_of",
+]
 
 _MEANS = (
     *("entropy", "effective_keys", "log_normalizer", "score_variance"),
@@ -19,6 +37,8 @@ _MEANS = (
 )
 # k90 / visible is counted in cells (c - 1, c] / CELLS; 1/2, 1/8 and 1/32 are edges of cells.
 CELLS = 8192
+# Of each parameter, so many entries and the sum tell two models apart.
+SAMPLED = 1024
 _EDGES = (CELLS // 2, CELLS // 8, CELLS // 32)
 
 
@@ -131,3 +151,124 @@ def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | Non
     return [
         {n: x[h] if x[h] == x[h] else None for n, x in named.items()} for h in range(layer.heads)
     ]
+
+
+def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
+    """[text][layer][head][token] -> pairs (key, weight), for the first so many texts."""
+    out: list[Any] = []
+    for text in range(texts):
+        rows: list[Any] = []
+        for layer in range(layers):
+            top = recorder.top.get((text, layer))
+            if top is None:
+                rows.append([])
+                continue
+            pairs = zip(top.key.tolist(), top.weight.tolist(), strict=True)
+            rows.append(
+                [
+                    [
+                        [[j, round(w, 5)] for j, w in zip(keys, weights, strict=True) if w > 0]
+                        for keys, weights in zip(*head, strict=True)
+                    ]
+                    for head in pairs
+                ]
+            )
+        out.append(rows)
+    return out
+
+
+def sensitivities(
+    model: nn.Module, layers: list[Layer], arguments: Mapping[str, Tensor]
+) -> dict[int, dict[str, float | None]]:
+    """Of the output for these arguments to the weights of each layer (T23); takes gradients."""
+    groups: list[Group] = []
+    for layer in layers:
+        found = weights_of(model, layer)
+        if found is not None and found.value_output:
+            groups.append(Group(layer.number, found.query_key, found.value_output))
+    if not groups or not arguments:
+        return {}
+
+    def forward() -> Tensor:
+        return model(**arguments)[0]
+
+    return {
+        x.layer: {"sensitivity_qk": x.query_key, "sensitivity_vo": x.value_output}
+        for x in sensitivity(model, forward, groups)
+    }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A hash of names, shapes, sums and some entries of all parameters."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        few = flat[:: max(1, -(-len(flat) // SAMPLED))].double().cpu().numpy()
+        # Summed by numpy: torch's order, and so the last digits, depend on the threads.
+        exact = flat if flat.dtype == torch.float64 else flat.float()
+        total = float(exact.cpu().numpy().sum(dtype="float64"))
+        found.update(f"{name} {tuple(parameter.shape)} {total.hex()}\0".encode())
+        found.update(few.tobytes())
+    return found.hexdigest()
+
+
+def nullable(table: Any) -> Any:
+    """Missing numbers as NA, never NaN; columns that say nothing are left out."""
+    table = table.dropna(axis="columns", how="all")
+    for column in table.columns:
+        if table[column].isna().any():
+            table[column] = table[column].astype("Float64")
+    return table
+
+
+def left_out(skipped: Mapping[str, str]) -> str:
+    """Blocks without layer statistics, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for block, why in skipped.items():
+        reasons.setdefault(why, []).append(block)
+    parts = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({why})"
+        for why, names in reasons.items()
+    ]
+    return "without expansion and shape of hidden states: " + "; ".join(parts)
+
+
+def peak_memory() -> float | None:
+    """The most memory this process has held, in MB, where the system tells."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) / 1024, 1)
+    except OSError:
+        pass
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of what the figures come from."""
+    import cumulant
+
+    return {
+        "cumulant": cumulant.__version__,
+        "torch": torch.__version__,
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        "python": platform.python_version(),
+    }
+
+
+def model_facts(model: nn.Module, name: str, layers: list[Layer], texts: str) -> dict[str, Any]:
+    """What was examined."""
+    config = getattr(model, "config", None)
+    precision = str(next((p.dtype for p in model.parameters()), ""))
+    return {
+        "name": name,
+        "type": str(getattr(config, "model_type", type(model).__name__)),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": len(layers),
+        "heads": max((x.heads for x in layers), default=0),
+        "text": texts,
+        "head size": max((x.size for x in layers), default=0),
+        "hidden size": getattr(config, "hidden_size", None),
+        "attention": str(getattr(config, "_attn_implementation", "")),
+        "precision": precision.removeprefix("torch."),
+    }
