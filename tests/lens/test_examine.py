@@ -237,7 +237,7 @@ def test_names_by_a_dictionary(model, tokenizer):
 
 
 def test_compare_takes_examinations(whole, tmp_path):
-    with pytest.raises(cm.InputError, match="Examination.load"):
+    with pytest.raises(cm.InputError, match=r"Examination\.load"):
         cm.lens.compare(whole, str(tmp_path))
 
 

@@ -75,7 +75,11 @@ def summarize(
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
     if spectrum:
         tridiagonal = out.pop("lanczos")
-        out["leading"] = largest_root(tridiagonal[..., :steps], tridiagonal[..., steps:])
+        some = tridiagonal.reshape(-1, 2 * steps).split(
+            2**14
+        )  # in double precision: not all at once
+        roots = [largest_root(x[..., :steps], x[..., steps:]) for x in some]
+        out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1)
     return out
 
 
@@ -120,8 +124,10 @@ def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: flo
     if spectrum:
         about = _About(origin, mean, inverse, out["fisher_trace"])
         out["lanczos"] = _lanczos(tile, p_mn, k_nd, about)
-    p_mn = p_mn.scatter_(-1, top, 1.0).masked_fill_(total == 0, 0.0) if order else p_mn
     if order:
+        p_mn = p_mn.scatter_(-1, top, 1.0)
+        if hides:
+            p_mn.masked_fill_(total == 0, 0.0)
         out["top_weight"] = inverse  # the largest weight is 2^0 before normalization
         less = dropped(sort_rows(p_mn), total * (1 - mass))
         out["coverage"] = (s_mn.shape[-1] - less).masked_fill(total == 0, 0).to(s_mn.dtype)
@@ -226,7 +232,10 @@ def _largest(s_mn: Tensor) -> Tensor:
 
 
 def sort_rows(x: Tensor) -> Tensor:
-    """Rows in rising order, in place where x lies on the CPU: numpy's sort is vectorized."""
+    """Rows in rising order, in place where x lies on the CPU: numpy's sort is vectorized.
+
+    In as many threads as torch has; on two threads of one core they gain nothing.
+    """
     if x.device.type != "cpu":
         return x.sort(-1).values
     rows: Any = x.numpy()
