@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -232,26 +230,11 @@ def _largest(s_mn: Tensor) -> Tensor:
 
 
 def sort_rows(x: Tensor) -> Tensor:
-    """Rows in rising order, in place where x lies on the CPU: numpy's sort is vectorized.
-
-    In as many threads as torch has; on two threads of one core they gain nothing.
-    """
+    """Rows in rising order, in place where x lies on the CPU: numpy's sort is vectorized."""
     if x.device.type != "cpu":
         return x.sort(-1).values
-    rows: Any = x.numpy()
-    lead = max(range(x.ndim - 1), key=lambda i: x.shape[i])
-    threads = min(torch.get_num_threads(), x.shape[lead])
-    if threads < 2 or x.numel() < 2**16:
-        rows.sort(-1)
-        return x
-    pieces = np.array_split(rows, threads, axis=lead)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_sort, pieces))
+    x.numpy().sort(-1)  # threads gain nothing here
     return x
-
-
-def _sort(rows: Any) -> None:
-    rows.sort(-1)
 
 
 def dropped(rising: Tensor, limit: Tensor) -> Tensor:
