@@ -491,3 +491,21 @@ def test_a_cap_bounds_the_weights():
     found = summarize({**arguments, "cap": cap}, Options())
     assert (found["top_weight"] <= math.exp(3.0) / 40).all()
     assert (found["score_variance"] <= 1.5**2).all()
+
+
+def test_peaked_rows_keep_their_digits():
+    """Where one key holds all but 1e-12 of the mass, its covariance is still right in float32."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 200, 16, generator=generator) + 3
+    query = key[:, torch.randperm(200, generator=generator)]
+    query = query * torch.logspace(-1, 1, 200)[None, :, None]
+    found = summarize({"query": query, "key": key}, Options(scale=0.5))
+    k = key[0].double()
+    weights = (query[0].double() @ k.mT * 0.5).softmax(-1)
+    from_mean = k - (weights @ k)[:, None]  # (queries, keys, features)
+    covariance = torch.einsum("mn,mni,mnj->mij", weights, from_mean, from_mean)
+    leading = torch.linalg.eigvalsh(covariance)[:, -1]
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert trace.min() < 1e-10
+    for name, expected in (("leading", leading), ("fisher_trace", trace)):
+        torch.testing.assert_close(found[name][0, :, 0].double(), expected, rtol=1e-3, atol=0.0)
