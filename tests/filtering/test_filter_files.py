@@ -10,7 +10,8 @@ import torch
 import cumulant as cm
 from cumulant.filtering.files import read_model, read_series
 from cumulant.filtering.picture import picture
-from cumulant.filtering.tables import episodes, summarize, whole_file
+from cumulant.filtering.tables import episodes, summarize
+from cumulant.writing import whole_file
 
 MODEL = {
     "transition": "[[0.9, 0.1], [0.2, 0.8]]",

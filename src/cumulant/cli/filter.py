@@ -13,11 +13,18 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from cumulant.cli.filter_report import copy_example, example_files, run_again, tell, tell_json
+from cumulant.cli.filter_report import copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 from cumulant.figures import need_matplotlib
-from cumulant.filtering.files import Names, Series, read_model, read_series, write_model
+from cumulant.filtering.files import (
+    Names,
+    Series,
+    example_files,
+    read_model,
+    read_series,
+    write_model,
+)
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from cumulant.filtering.files import Series
+from cumulant.filtering.files import EXAMPLE, Series, example_files
 from cumulant.filtering.posterior import Posterior
-from cumulant.filtering.tables import ModeSummary, labels_of, whole_file
+from cumulant.filtering.tables import ModeSummary, labels_of
+from cumulant.writing import whole_file
 
-__all__ = ["copy_example", "example_files", "run_again", "tell", "tell_json"]
+__all__ = ["copy_example", "run_again", "tell", "tell_json"]
 
-EXAMPLE = ("us_inflation.csv", "us_inflation.toml")
 SHOWN = 3  # episodes of each mode in the printed table
-
-
-def example_files() -> list[Path]:
-    """The series and the model that come with the package."""
-    data = files("cumulant.filtering") / "data"
-    return [Path(str(data / name)) for name in EXAMPLE]
 
 
 def copy_example(folder: Path) -> list[Path]:

@@ -16,9 +16,10 @@ from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import Progress, examine
-from cumulant.lens.files import ABOUT, make_folder, plain, unfinished
+from cumulant.lens.files import ABOUT, plain, unfinished
 from cumulant.lens.models import load, reason_of
 from cumulant.lens.texts import PASSAGE_SOURCE, read
+from cumulant.writing import make_folder
 
 
 def lens(

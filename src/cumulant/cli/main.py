@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cumulant.cli.bench import bench
+from cumulant.cli.claims import claims
 from cumulant.cli.filter import filter_series
 from cumulant.cli.lens import lens
 from cumulant.cli.simulate import simulate
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(claims)
 app.command()(simulate)
 app.command("filter")(filter_series)
 app.command()(lens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ __all__ = [
     "COLORS",
     "INK",
     "MUTED",
+    "as_svg",
     "cycle",
     "need_matplotlib",
     "new_figure",
@@ -100,6 +103,18 @@ def ramp() -> Any:
 def tidy(axes: Any) -> None:
     """No grid behind pictures of clouds."""
     axes.grid(visible=False)
+
+
+def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) -> str:
+    """A figure that ``draw`` fills, as SVG, the same each time; letters are shapes."""
+    content = io.StringIO()
+    need_matplotlib()
+    rules = {"svg.fonttype": "path", "svg.hashsalt": name}
+    with style(), import_module("matplotlib").rc_context(rules):
+        figure = new_figure(*size)
+        draw(figure)
+        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    return content.getvalue()
 
 
 def write(figure: Any, path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,6 @@ import math
 import os
 import tomllib
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.filtering.model import SHAPES, TIMELESS, SwitchingLinearGaussian
+from cumulant.writing import whole_file
 
-__all__ = ["ModelFile", "Names", "Series", "read_model", "read_series"]
+__all__ = ["EXAMPLE", "ModelFile", "Names", "Series", "example_files", "read_model", "read_series"]
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "."}
 # A first column of this name tells when, even if it holds numbers.
@@ -30,6 +30,7 @@ LABELS = {
 }
 STATE = ("dynamics", "dynamics_noise", "emission", "initial_mean", "initial_covariance")
 NEEDED = ("transition", "emission_noise", *STATE)
+EXAMPLE = ("us_inflation.csv", "us_inflation.toml")
 OPTIONAL = ("initial", "dynamics_bias", "emission_bias", "dynamics_input", "emission_input")
 
 
@@ -56,6 +57,11 @@ class ModelFile(NamedTuple):
 
     model: SwitchingLinearGaussian
     names: Names
+
+
+def example_files() -> list[Path]:
+    """The series and the model that come with the package."""
+    return [Path(__file__).with_name("data") / name for name in EXAMPLE]
 
 
 def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> Series:
@@ -248,7 +254,7 @@ def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, na
     for key, x in model.parameters.items():
         if x.numel():
             lines.append(f"{key} = {json.dumps(x.detach().double().tolist())}")
-    with import_module("cumulant.filtering.tables").whole_file(path) as part:
+    with whole_file(path) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return Path(path)
 

@@ -23,7 +23,7 @@ class InducedTransition(NamedTuple):
     ``transition`` ``(*batch, N, N)`` T_ij = A_ij c_j / pi_i; rows sum to one where consistent
     ``current``    ``(*batch, N)``    pi, probabilities of the modes before the step
     ``following``  ``(*batch, N)``    c, those after it
-    ``residual``   ``(*batch,)``      max |A c - pi|
+    ``residual``   ``(*batch,)``      max ``|A c - pi|``
     ============== ================== ==========================================================
     """
 

@@ -18,7 +18,8 @@ from cumulant.figures import write as write_figure
 from cumulant.filtering.files import Names
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.smoothing import Smoothed
-from cumulant.filtering.tables import deviations, episodes, whole_file
+from cumulant.filtering.tables import deviations, episodes
+from cumulant.writing import whole_file
 
 __all__ = ["picture"]
 

@@ -6,20 +6,19 @@ import csv
 import io
 import math
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
 from cumulant.filtering.files import Names, Series
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.smoothing import Smoothed
+from cumulant.writing import whole_file
 
-__all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table", "whole_file"]
+__all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table"]
 
 
 class Table(NamedTuple):
@@ -79,21 +78,6 @@ class ModeSummary(NamedTuple):
                 for e in self.episodes
             ],
         }
-
-
-@contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
-    """A file beside the target to write into, which then takes its place."""
-    target = Path(path)
-    part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
-    try:
-        yield part
-        os.replace(part, target)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}.") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def labels_of(series: Series) -> list[str]:

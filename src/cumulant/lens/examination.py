@@ -17,7 +17,6 @@ from cumulant.lens.files import (
     claimed,
     finish_move,
     is_complete,
-    make_folder,
     move_in,
     outdated,
     part_name,
@@ -27,6 +26,7 @@ from cumulant.lens.files import (
     write_table,
 )
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
+from cumulant.writing import make_folder
 
 __all__ = ["Examination", "compare"]
 
@@ -77,7 +77,7 @@ class Examination:
         return self._table("layers")
 
     def expansions(self) -> Any:
-        """Quantiles over token pairs of |f(x) - f(y)| / |x - y|, per sublayer."""
+        """Quantiles over token pairs of ``|f(x) - f(y)| / |x - y|``, per sublayer."""
         return self._table("expansions")
 
     def partition(self) -> Any:

@@ -27,7 +27,6 @@ from cumulant.lens.files import (
     clear,
     finish_move,
     is_complete,
-    make_folder,
     mark_complete,
     part_name,
     read_state,
@@ -52,6 +51,7 @@ from cumulant.lens.summary import (
 )
 from cumulant.lens.tables import pandas, token_table
 from cumulant.lens.texts import Text
+from cumulant.writing import make_folder
 
 __all__ = ["Progress", "examine"]
 

@@ -29,7 +29,6 @@ __all__ = [
     "clear",
     "finish_move",
     "is_complete",
-    "make_folder",
     "mark_complete",
     "move_in",
     "outdated",
@@ -56,18 +55,6 @@ _KNOWN = (
     *(f"{x}.parquet" for x in ("tokens", "heads", "layers", "expansions", "partition", "inputs")),
     *("report.html", "comparison.csv"),
 )
-
-
-def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if it is not there, or one clear line."""
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {path}: {error.strerror}.") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write into the folder {path}.")
-    return path
 
 
 def _parquet() -> Any:

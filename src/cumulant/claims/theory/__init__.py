@@ -1,0 +1,1 @@
+"""T1 to T33, one file each."""

@@ -1,0 +1,131 @@
+"""`cumulant claims`: the paper's claims as experiments, each with a verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from cumulant.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+from cumulant.claims.ledger import select
+from cumulant.claims.record import LEDGER, Keeper, measured, tally
+from cumulant.cli.progress import progress_bar
+from cumulant.errors import InputError
+
+STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
+
+
+def claims(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="One claim, T14 or simclr; may be repeated, or given with commas."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small experiments: all of them in a minute.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed finds the same numbers.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for claims.json, ledger.md and pictures."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The ledger as JSON.")] = False,
+) -> None:
+    """Put every claim of the paper and its drafts to the test.
+
+    Each claim, T1 to T33 and the systems the paper leans on, is an experiment
+    whose numbers decide: it holds, holds with a correction (the draft's form is
+    shown failing beside the corrected one), does not hold in general, or is open.
+
+    \b
+    cumulant claims --quick              all of them, in a minute
+    cumulant claims --only T14 --only simclr
+    cumulant claims -o ledger/           with pictures and a page; some minutes
+    cumulant claims --json | jq '.claims[] | {id, verdict}'
+
+    With -o an interrupted run goes on where it stopped if the same command is
+    given again. The exit code is 1 if an experiment crashes or departs from the
+    verdict that is recorded for it.
+    """
+    from cumulant import __version__
+
+    chosen = select(name for given in only or () for name in given.split(",") if name.strip())
+    if only and not any(name.strip() for given in only for name in given.split(",")):
+        raise InputError("--only needs the id of a claim, such as T14.")
+    shown = Console(stderr=as_json, highlight=False, emoji=False)
+    keeper = Keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__)
+    if keeper.rows:
+        typer.echo(f"cumulant: going on after {count(len(keeper.rows))} in {output}", err=True)
+    with progress_bar() as progress:
+        task = progress.add_task("claims", total=len(chosen))
+        try:
+            for claim in chosen:
+                progress.update(task, description=f"{claim.id}: {escape(claim.title)}")
+                row = keeper.run(claim)
+                progress.update(task, advance=1)
+                if not as_json:
+                    _tell(progress.console, shown, row)
+        except KeyboardInterrupt:
+            typer.echo(f"cumulant: interrupted; {_left(keeper, output)}", err=True)
+            raise typer.Exit(130) from None
+    ledger = keeper.finish()
+    if as_json:
+        typer.echo(json.dumps(ledger, indent=1, allow_nan=False, ensure_ascii=False))
+    _end(ledger["claims"], output, keeper, None if as_json else shown)
+
+
+def count(n: int) -> str:
+    """`1 claim`, `2 claims`."""
+    return f"{n} claim" if n == 1 else f"{n} claims"
+
+
+def _left(keeper: Keeper, output: Path | None) -> str:
+    """What an interrupted run leaves behind."""
+    if output is None:
+        return "nothing was written"
+    done = f"{len(keeper.rows)} of {len(keeper.claims)} claims are kept in {output}"
+    return f"{done}; give the same command again to go on"
+
+
+def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
+    """One claim as soon as it is judged; above the bar, where there is one."""
+    console = above if above.is_terminal and shown.is_terminal else shown
+    verdict = row["verdict"]
+    head = f"[bold]{row['id']:>4}[/bold]  [{STYLES[verdict]}]{verdict}[/]  {escape(row['title'])}"
+    console.print(head)
+    said = row["crash"] or row["not_run"] or row["finding"]
+    console.print(Padding(escape(said), (0, 0, 0, 6)), style="dim")
+
+
+def _end(
+    rows: list[dict[str, Any]], output: Path | None, keeper: Keeper, shown: Console | None
+) -> None:
+    """The sum of it, and the exit code."""
+    unrun = [row for row in rows if row["not_run"]]
+    if shown is not None:
+        shown.print(f"\n{count(len(rows))}: {tally(rows)}.")
+        if output is not None:
+            shown.print(f"The ledger is in {escape(str(output))}: {LEDGER}, ledger.md, figures.")
+    if output is not None and not keeper.pictures:
+        typer.echo("cumulant: no pictures; they need: pip install 'cumulant[plot]'", err=True)
+    if unrun:
+        names = ", ".join(row["id"] for row in unrun)
+        line = f"{names} not run: {unrun[0]['not_run']}"
+        if len(unrun) == len(rows):
+            raise InputError(line)
+        typer.echo(f"cumulant: {line}", err=True)
+    departed = [row for row in rows if row["departs"]]
+    for row in departed:
+        failed = [x for x in row["numbers"] if x["outcome"] == "failed"]
+        why = row["crash"] or "; ".join(f"{x['name']} is {measured(x)}" for x in failed)
+        typer.echo(
+            f"cumulant: {row['id']} departs from its recorded verdict, {row['recorded']}: "
+            f"{row['verdict']} ({why})",
+            err=True,
+        )
+    if departed:
+        raise typer.Exit(1)

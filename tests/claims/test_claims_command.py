@@ -1,0 +1,133 @@
+"""`cumulant claims` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cumulant.cli import main
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "cumulant", "claims", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+
+
+def test_json_alone_on_standard_output():
+    out = run("--only", "T4,t1", "--quick", "--json")
+    assert out.returncode == 0, out.stderr
+    ledger = json.loads(out.stdout)
+    assert [entry["id"] for entry in ledger["claims"]] == ["T1", "T4"]
+    t4 = ledger["claims"][1]
+    assert t4["verdict"] == "holds with a correction"
+    assert t4["measured"]["drafted_gap"] > 1e-3 > t4["measured"]["corrected_gap"]
+
+
+def test_people_see_a_verdict_a_finding_and_a_sum():
+    out = run("--only", "T4", "--quick")
+    assert "T4  holds with a correction" in out.stdout
+    assert "quadrature" in out.stdout
+    assert "1 claim: 1 holds with a correction." in out.stdout
+
+
+def test_unknown_claims_list_the_known():
+    out = run("--only", "T99")
+    assert out.returncode == 2
+    assert out.stdout == ""
+    assert out.stderr.count("\n") == 1
+    assert "there is no claim 'T99'; the claims are T1, T2," in out.stderr
+    assert "simclr" in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--only", " , "], "--only needs"), (["--only", ""], "--only needs")],
+)
+def test_empty_names(arguments, said):
+    out = run(*arguments)
+    assert out.returncode == 2
+    assert said in out.stderr
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    out = run("--only", "T4", "-o", str(tmp_path / "file" / "below"))
+    assert out.returncode == 2
+    assert "cannot make the folder" in out.stderr
+    assert out.stderr.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_is_filled(tmp_path):
+    out = run("--only", "T4", "--quick", "-o", str(tmp_path / "made"))
+    assert out.returncode == 0, out.stderr
+    folder = tmp_path / "made"
+    assert json.loads((folder / "claims.json").read_text())["complete"]
+    assert "## T4" in (folder / "ledger.md").read_text()
+    assert (folder / "figures" / "T4.svg").is_file()
+    assert sorted(p.name for p in folder.iterdir()) == ["claims.json", "figures", "ledger.md"]
+
+
+def test_an_interrupted_run_keeps_what_was_finished(tmp_path):
+    command = [sys.executable, "-m", "cumulant", "claims", "--quick", "-o", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    partial = tmp_path / "claims.partial.json"
+    deadline = time.monotonic() + 120
+    while not partial.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in said.splitlines()[-1]
+    assert "give the same command again" in said.splitlines()[-1]
+    kept = json.loads(partial.read_text())["claims"]
+    assert kept[0]["id"] == "T1"
+    out = run("--quick", "--only", "T1", "-o", str(tmp_path))
+    assert "going on after 1 claim" in out.stderr
+    assert out.returncode == 0
+
+
+def test_a_departure_is_told_and_fails(monkeypatch, capsys):
+    import cumulant as cm
+
+    mean = cm.GaussianMixture.mean
+    monkeypatch.setattr(cm.GaussianMixture, "mean", lambda h, eta: 1.001 * mean(h, eta))
+    monkeypatch.setattr(sys, "argv", ["cumulant", "claims", "--only", "T4", "--quick"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err
+    assert "T4 departs from its recorded verdict, holds with a correction" in said
+    assert "corrected_gap" in said
+
+
+def test_what_a_missing_extra_leaves_out(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nclass Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('transformers', 'matplotlib'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Gone())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    out = run("--only", "T29", "--quick", env=environment)
+    assert out.returncode == 2
+    assert "pip install 'cumulant[demo]'" in out.stderr
+    assert out.stderr.count("\n") == 1
+    both = run("--only", "T29,T4", "-o", str(tmp_path / "o"), "--json", env=environment)
+    assert both.returncode == 0
+    assert [x["id"] for x in json.loads(both.stdout)["claims"]] == ["T4", "T29"]
+    assert "T29 not run" in both.stderr
+    assert "no pictures" in both.stderr
