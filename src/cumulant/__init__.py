@@ -4,7 +4,9 @@ Attention is a measure over keys tilted by the query, and everything people want
 derivative of its log-normalizer G.
 """
 
-from cumulant import contrastive, dynamics, filtering, lens, memory, nn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cumulant.attention import (
     Attended,
     attend,
@@ -37,7 +39,10 @@ from cumulant.measures import (
     posterior,
     project,
 )
-from cumulant.memory import Memory
+
+if TYPE_CHECKING:
+    from cumulant import claims, contrastive, dynamics, filtering, lens, memory, nn
+    from cumulant.memory import Memory
 
 __version__ = "0.1.0"
 
@@ -65,6 +70,7 @@ __all__ = [
     "VonMisesFisher",
     "attend",
     "attend_packed",
+    "claims",
     "contrastive",
     "dynamics",
     "filtering",
@@ -79,3 +85,19 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa_replaced",
 ]
+
+# The parts that stand on attention and measures are imported when they are first asked for, so that
+# whoever wants a derivative of attention does not wait for filters.
+_PARTS = ("claims", "contrastive", "dynamics", "filtering", "lens", "memory", "nn")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f"cumulant.{name}")
+    if name == "Memory":
+        return import_module("cumulant.memory").Memory
+    raise AttributeError(f"module 'cumulant' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
