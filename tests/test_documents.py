@@ -29,17 +29,34 @@ def test_readme_snippets_run_in_order():
 @pytest.mark.parametrize(
     "page",
     [
-        *("measures", "dynamics", "memory", "contrastive", "filtering", "lens"),
+        *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
+        *("filtering", "lens", "ledger", "coming-from-sdpa", "coming-from-metric-learning"),
         *("coming-from-hflayers", "coming-from-filterpy", "coming-from-output-attentions"),
     ],
 )
-def test_guides_run_in_order(page):
+def test_guides_run_in_order(page, capsys):
+    """Where a block of output follows, it is what the code prints, to rounding."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
+    try:
+        for block, shown in blocks:
+            capsys.readouterr()
+            exec(compile(block, page, "exec"), names)
+            if shown:
+                words, numbers = taken_apart(shown)
+                printed = taken_apart(capsys.readouterr().out)
+                assert printed[0] == words
+                assert printed[1] == pytest.approx(numbers, rel=0.01, abs=0.002)
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def taken_apart(text):
+    """What stands around the numbers, without spaces, and the numbers."""
+    number = r"-?\d+(?:\.\d*)?(?:e-?\d+)?"
+    return re.sub(number + r"|\s", "", text), [float(x) for x in re.findall(number, text)]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
@@ -48,6 +65,11 @@ def test_examples_run(path, capsys):
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) >= 3
     assert "nan" not in printed
+
+
+def test_the_tutorial_shows_what_every_step_prints():
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    assert text.count("```python\n") == text.count("```text\n") == text.count("\n## ") - 1 == 16
 
 
 def test_links_point_somewhere():

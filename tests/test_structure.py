@@ -15,8 +15,8 @@ SOURCE = Path(cm.__file__).parent
 
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
-    *("errors", "figures", "kernels", "measures", "attention", "dynamics"),
-    *("memory", "contrastive", "filtering", "nn", "lens", "bench", "cli"),
+    *("errors", "figures", "pages", "kernels", "measures", "attention", "dynamics", "memory"),
+    *("contrastive", "filtering", "nn", "lens", "bench", "claims", "report", "cli"),
 ]
 
 
@@ -87,6 +87,7 @@ def test_public_surface():
         "VonMisesFisher",
         "attend",
         "attend_packed",
+        "claims",
         "contrastive",
         "dynamics",
         "filtering",
@@ -125,6 +126,20 @@ def test_import_pulls_in_nothing_optional():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     third_party = set(out.stdout.split()) - {"cumulant"} - set(sys.stdlib_module_names)
     assert third_party == set()
+
+
+def test_import_waits_for_no_part_that_was_not_asked_for():
+    code = (
+        "import sys, cumulant; print(*sorted({m.split('.')[1] for m in sys.modules "
+        "if m.startswith('cumulant.')})); print(cumulant.nn.Hopfield, cumulant.Memory)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = out.stdout.splitlines()
+    assert set(first.split()) == {"attention", "errors", "kernels", "measures"}
+    assert "Hopfield" in second
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = cm.nonsense
+    assert set(cm.__all__) <= set(dir(cm))
 
 
 def test_documentation_names_every_folder():

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from cumulant.lens.report import ReportData, findings
-from cumulant.lens.report.numbers import deviation, number, share, shortened_all
-from cumulant.lens.report.typeset import typeset
+from cumulant.lens.report.numbers import shortened_all
+from cumulant.pages import deviation, number, share, typeset
 
 
 def found(section: str, **tables):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,61 +15,19 @@ import tokenizers
 import torch
 import transformers
 from architectures import build
-from browser import Browser
-from report_data import HOSTILE, made_up
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import cumulant as cm
+from browser import CONTRAST, Browser, keep
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report import ReportData, render
+from report_data import HOSTILE, made_up
 
 CELL = "document.querySelectorAll('#figure-map .cell')"
 TOKEN = "document.querySelectorAll('#token-text-box .token')"
 FIGURES = ("map", "depth", "classes", "energy", "shape", "sensitivity", "partition", "link")
-
-# The contrast ratio (WCAG 2) of an element's text or fill with what lies behind it.
-CONTRAST = """
-(() => {
-  const canvas = document.createElement('canvas'); canvas.width = canvas.height = 1;
-  const pen = canvas.getContext('2d', { willReadFrequently: true });
-  const rgb = (color, under) => {
-    pen.clearRect(0, 0, 1, 1);
-    if (under) { pen.fillStyle = under; pen.fillRect(0, 0, 1, 1); }
-    pen.fillStyle = color; pen.fillRect(0, 0, 1, 1);
-    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (c) => {
-    const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = c.map((x) => linear(x / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ratio = (a, b) => {
-    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
-    return (x + 0.05) / (y + 0.05);
-  };
-  const behind = (node) => {
-    for (let n = node; n; n = n.parentElement) {
-      const color = getComputedStyle(n).backgroundColor;
-      if (!/, 0\\)$|transparent|\\/ 0\\)$/.test(color)) return color;
-    }
-    return 'white';
-  };
-  const found = [];
-  for (const node of document.querySelectorAll('main *, header *, nav *')) {
-    const own = [...node.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim());
-    if (!own || !node.getClientRects().length || node.closest('option, noscript, script')) continue;
-    const style = getComputedStyle(node);
-    const rect = node.ownerSVGElement && node.parentElement.querySelector(':scope > rect');
-    const ground = rect ? getComputedStyle(rect).fill : behind(node);
-    const ink = node.ownerSVGElement ? style.fill : style.color;
-    const name = node.className.baseVal || node.className;
-    found.push([ratio(rgb(ink, ground), rgb(ground)), node.textContent.trim().slice(0, 30), name]);
-  }
-  return found.filter(([r]) => r < 4.5).concat([[found.length, 'checked', '']]);
-})()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +46,6 @@ def page(data, tmp_path_factory) -> Path:
 def browser():
     with Browser() as one:
         yield one
-
-
-def keep(browser: Browser, tmp_path: Path, name: str, *, whole: bool = True) -> None:
-    picture = browser.screenshot(tmp_path / f"{name}.png", whole=whole)
-    assert picture.stat().st_size > 5000
-    if folder := os.environ.get("CUMULANT_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, folder)
 
 
 def head(data: ReportData, layer: int, number: int) -> pd.Series:

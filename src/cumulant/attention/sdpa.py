@@ -139,7 +139,7 @@ def sdpa_replaced() -> Generator[None]:
     models with ``attn_implementation="sdpa"``. It nests, is restored after exceptions, and other
     threads keep torch's function. Checkpointed parts are recomputed in backward, which must then
     run inside as well. Not reached: code that imported the function itself by name, and
-    ``torch.compile``d modules, which keep what they were compiled with.
+    modules after ``torch.compile``, which keep what they were compiled with.
 
     >>> import torch, cumulant as cm
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -237,10 +237,12 @@ def block_gibbs(
     """The exact sampler behind the alternation: i ~ softmax(beta <x_i, s>), s ~ N(x_i, I / beta) in
     turn (T33).
 
-    Its stationary law is exp(-beta E) of the Hopfield energy E(s) = -G(beta s) / beta + |s|^2 / 2:
-    a restricted Boltzmann machine with a categorical hidden unit, or, what is the same, the mixture
-    ``GaussianMixture(patterns, 1 / beta, log_weights)`` with weights ∝ exp(beta |x_i|^2 / 2). The
-    mean of the second draw is attention: the network's own update is this with the noise left out.
+    Its stationary law is exp(-beta E) of the Hopfield energy
+    ``E(s) = -G(beta s) / beta + |s|^2 / 2``: a restricted Boltzmann machine with a categorical
+    hidden unit, or, what is the same, the mixture
+    ``GaussianMixture(patterns, 1 / beta, log_weights)`` with weights ∝ ``exp(beta |x_i|^2 / 2)``.
+    The mean of the second draw is attention: the network's own update is this with the noise left
+    out.
 
     Args:
         patterns: ``(N, d)``.

@@ -25,7 +25,7 @@ __all__ = ["Memory", "Retrieval"]
 class Memory:
     """Stored patterns, found again from a part of them: the modern Hopfield network (T19).
 
-    With G(eta) = log sum_i exp<x_i, eta> over the patterns x_i, the energy
+    With G(eta) = log sum_i exp<x_i, eta> over the patterns x_i, the energy ::
 
         E(xi) = -G(beta xi) / beta + |xi|^2 / 2 + log(N) / beta + M^2 / 2,   M = max |x_i|,
 
@@ -149,15 +149,15 @@ class Memory:
     ) -> Tensor:
         """How far one update of `state` can end from a stored pattern x_i at most, ``(*batch, Q)``.
 
-        |f(xi) - x_i| <= 2 (N - 1) M exp(-beta (D_i - 2 M r)),  r = |xi - x_i|,  D_i the separation
-        (T21, after Theorem 5 of Ramsauer et al., 2021). It always holds; where patterns crowd, it
-        says little.
+        ``|f(xi) - x_i| <= 2 (N - 1) M exp(-beta (D_i - 2 M r))``, ``r = |xi - x_i|``, D_i the
+        separation (T21, after Theorem 5 of Ramsauer et al., 2021). It always holds; where patterns
+        crowd, it says little.
 
         Args:
             state: ``(*batch, Q, d)``.
             index: ``(*batch, Q)``, which pattern; the one of the largest weight if left out.
-            fixed_point: ``(*batch, Q, d)``; r becomes max(r, |fixed_point - x_i|), as in the paper,
-                whose bound is for the distance to a fixed point too.
+            fixed_point: ``(*batch, Q, d)``; r becomes ``max(r, |fixed_point - x_i|)``, as in the
+                paper, whose bound is for the distance to a fixed point too.
         """
         xi, restore = self._states("error_bound", state)
         at = self._index(xi)
@@ -184,8 +184,8 @@ class Memory:
     def mixture(self) -> GaussianMixture:
         """exp(-beta E) as a density: Gaussians of variance 1/beta around the patterns (T33).
 
-        Its weights are proportional to exp(beta |x_i|^2 / 2). The update is its EM (mean-shift)
-        step, and `cumulant.dynamics.block_gibbs` draws from it.
+        Its weights are proportional to ``exp(beta |x_i|^2 / 2)``. The update is its EM
+        (mean-shift) step, and `cumulant.dynamics.block_gibbs` draws from it.
         """
         x = self.patterns
         beta = self._beta_rows()

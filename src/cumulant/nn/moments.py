@@ -49,7 +49,7 @@ class MomentAttention(nn.Module):
 
     Tokens are independent random vectors with means H_i and covariances S_i. The weights p(i|j)
     come from the means and are held fixed; the mean of the output is ordinary attention. With a
-    head's value map, m_i = W H_i + b, and m the mean of m_i under p(.|j), query j has (T28)
+    head's value map, m_i = W H_i + b, and m the mean of m_i under p(.|j), query j has (T28) ::
 
         mixture    sum_i p_i (W S_i W' + (m_i - m)(m_i - m)') + Q        p_i = p(i|j)
         average    sum_i p_i^2 W S_i W' + Q

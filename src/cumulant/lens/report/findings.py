@@ -7,7 +7,8 @@ from itertools import takewhile
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumulant.lens.report.numbers import column, count, deviation, has, number, share
+from cumulant.lens.report.numbers import column, has
+from cumulant.pages import count, deviation, number, share
 
 if TYPE_CHECKING:
     from cumulant.lens.report.page import ReportData

@@ -1,29 +1,17 @@
-"""Numbers of the tables: out of data frames, rounded for a file, and written for people."""
+"""Numbers of the tables: out of data frames, and rounded for a file."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeGuard
 
 import numpy as np
 
-__all__ = [
-    "Frame",
-    "column",
-    "count",
-    "deviation",
-    "finite",
-    "has",
-    "number",
-    "share",
-    "shortened",
-    "shortened_all",
-]
+from cumulant.pages import finite
+
+__all__ = ["Frame", "column", "has", "shortened", "shortened_all"]
 
 # A pandas data frame; pandas is optional and carries no complete types.
 Frame = Any
-
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def has(frame: Frame | None, *names: str) -> TypeGuard[Frame]:
@@ -36,14 +24,6 @@ def has(frame: Frame | None, *names: str) -> TypeGuard[Frame]:
 def _holds(cells: Any) -> bool:
     """Whether any cell is a text or a finite number; stops at the first."""
     return any(isinstance(cell, str) or finite(cell) for cell in cells)
-
-
-def finite(value: Any) -> bool:
-    """Whether a cell holds a number that a chart can show."""
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
 
 
 def column(frame: Frame | None, name: str) -> list[Any]:
@@ -80,42 +60,3 @@ def shortened_all(values: Any, digits: int) -> list[Any]:
     cells = short.astype(object)
     cells[~known] = None
     return cells.tolist()
-
-
-def number(value: float, digits: int = 3) -> str:
-    """Three significant digits, a true minus sign, powers of ten where digits would mislead."""
-    if not finite(value):
-        return "–"
-    size = abs(value)
-    if value != 0 and (size < 1e-3 or size >= 1e6):
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        text = f"{mantissa}·10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
-    elif size >= 10 ** (digits - 1):
-        text = f"{value:,.0f}"
-    else:
-        text = f"{value:.0f}" if value == int(value) else f"{value:#.{digits}g}"
-    return text.replace("-", "−")
-
-
-def share(value: float) -> str:
-    """A fraction as a percentage that never rounds something to nothing, nor all but all to all."""
-    percent = 100 * value
-    if 0 < percent < 0.1:
-        return "under 0.1%"
-    if 99.9 < percent < 100:
-        return "over 99.9%"
-    fine = 0 < percent < 10 or 90 < percent < 100
-    return f"{percent:.1f}%" if fine else f"{percent:.0f}%"
-
-
-def deviation(value: float) -> str:
-    """A standard deviation relative to its mean: a percentage, or from 2 on a factor.
-
-    Estimates that large hang on the few largest samples and fall short, so they are lower bounds.
-    """
-    return share(value) if value < 2 else f"more than {number(math.floor(value))} times its mean"
-
-
-def count(amount: int, noun: str) -> str:
-    """`3 heads`, `1 head`."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"

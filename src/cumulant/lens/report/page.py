@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.resources import files
 from typing import Any, NamedTuple
 
-from cumulant.errors import InputError
 from cumulant.lens.report.definitions import HEADS, definitions
-from cumulant.lens.report.findings import findings
-from cumulant.lens.report.numbers import Frame, column, count, has, number
-from cumulant.lens.report.payload import embedded, payload, shown_texts
-from cumulant.lens.report.typeset import typeset
+from cumulant.lens.report.findings import Finding, findings
+from cumulant.lens.report.numbers import Frame, column, has
+from cumulant.lens.report.payload import payload, shown_texts
+from cumulant.pages import assemble, count
+from cumulant.pages.numbers import flat
 
-__all__ = ["ReportData", "Text", "render"]
+__all__ = ["PACKAGES", "SCRIPTS", "ReportData", "Text", "captions", "render", "scale", "sections"]
 
-# In this order they make one program.
+PACKAGES = ("cumulant.pages", "cumulant.lens.report")
 SCRIPTS = ("base.js", "plot.js", "heads.js", "tokens.js", "charts.js")
 
 
@@ -69,40 +65,27 @@ def render(data: ReportData) -> str:
     Raises:
         InputError: jinja2 is not installed.
     """
-    try:
-        jinja2 = import_module("jinja2")
-    except ModuleNotFoundError:
-        raise InputError("reports need jinja2: pip install 'cumulant[report]'.") from None
-    trusted = import_module("markupsafe").Markup  # comes with jinja2
-    folder = files("cumulant.lens.report")
-    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters.update(fact=_fact, typeset=typeset)
-    template = environment.from_string((folder / "template.html").read_text(encoding="utf-8"))
     found = findings(data)
-    page: str = template.render(
-        title=data.title,
-        facts=[(name, value) for name, value in _flat(data.facts) if value != data.title],
-        run=_flat(data.run),
-        notes=[*data.notes, *shown_texts(data)[1]],
-        findings=found,
-        captions={f.section: f.sentence for f in reversed(found)},
-        definitions=definitions(_tables(data)),
-        sections=_sections(data),
-        scale=_scale(data),
-        style=trusted((folder / "style.css").read_text(encoding="utf-8")),
-        script=trusted(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=trusted(embedded(payload(data))),
-    )
-    # A file name may hold bytes that are no text; a page must be encodable all the same.
-    return page.encode("utf-8", "replace").decode("utf-8")
+    values = {
+        "title": data.title,
+        "facts": [(name, value) for name, value in flat(data.facts) if value != data.title],
+        "run": flat(data.run),
+        "notes": [*data.notes, *shown_texts(data)[1]],
+        "findings": found,
+        "captions": captions(found),
+        "definitions": definitions(_tables(data)),
+        "sections": sections(data),
+        "scale": scale(data),
+    }
+    return assemble(PACKAGES, scripts=SCRIPTS, data=payload(data), values=values)
 
 
-def _sections(data: ReportData) -> list[str]:
+def captions(found: Sequence[Finding]) -> dict[str, str]:
+    """What the figures of each section show, as far as it was found."""
+    return {f.section: f.sentence for f in reversed(found)}
+
+
+def sections(data: ReportData) -> list[str]:
     """The sections that have something to show, in the order of the page."""
     there = {
         "maps": has(data.heads, "layer", "head") and any(has(data.heads, s.column) for s in HEADS),
@@ -125,7 +108,7 @@ def _tables(data: ReportData) -> dict[str, Frame | None]:
     return {name: getattr(data, name) for name in names}
 
 
-def _scale(data: ReportData) -> str:
+def scale(data: ReportData) -> str:
     """How much was looked at: `72 heads in 6 layers, 130 tokens`."""
     parts: list[str] = []
     if has(data.heads, "layer"):
@@ -143,27 +126,3 @@ def _scale(data: ReportData) -> str:
     if isinstance(texts, int) and isinstance(tokens, int):
         parts.append(f"{count(tokens, 'token')} of {count(texts, 'text')}")
     return ", ".join(parts)
-
-
-def _flat(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Facts in one level: `versions: {torch: 2}` becomes `versions torch: 2`."""
-    rows: list[tuple[str, Any]] = []
-    for name, value in facts.items():
-        label = str(name).replace("_", " ")
-        if isinstance(value, Mapping):
-            rows += [(f"{label} {inner}", x) for inner, x in _flat(dict(value))]
-        elif value is not None:
-            rows.append((label, value))
-    return rows
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, list | tuple):
-        return ", ".join(_fact(v) for v in value)
-    return str(value)

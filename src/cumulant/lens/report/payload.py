@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,12 @@ import numpy as np
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report.definitions import HEADS, SUBLAYERS, TOKENS, Shown
 from cumulant.lens.report.numbers import Frame, column, has, shortened, shortened_all
-from cumulant.lens.report.typeset import typeset
+from cumulant.pages import typeset
 
 if TYPE_CHECKING:
     from cumulant.lens.report.page import ReportData, Text
 
-__all__ = ["MOST_TEXTS", "MOST_TOKENS", "embedded", "payload", "shown_texts"]
+__all__ = ["MOST_TEXTS", "MOST_TOKENS", "payload", "shown_texts"]
 
 MOST_TEXTS, MOST_TOKENS = 3, 512
 # Rows (layer, head, token) of the token view: at some 130 bytes each, about 10 MB of HTML.
@@ -39,14 +38,6 @@ def payload(data: ReportData) -> dict[str, Any]:
         "partition": _table(data.partition),
         "texts": [_text(data, data.tokens, i, text) for i, text in texts],
     }
-
-
-def embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: no U+2028 either
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def shown_texts(data: ReportData) -> tuple[list[tuple[int, Text]], list[str]]:

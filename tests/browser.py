@@ -24,6 +24,48 @@ QUIET = (
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 KEYS |= {"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "End": 35}
 
+# The contrast ratio (WCAG 2) of an element's text or fill with what lies behind it.
+CONTRAST = """
+(() => {
+  const canvas = document.createElement('canvas'); canvas.width = canvas.height = 1;
+  const pen = canvas.getContext('2d', { willReadFrequently: true });
+  const rgb = (color, under) => {
+    pen.clearRect(0, 0, 1, 1);
+    if (under) { pen.fillStyle = under; pen.fillRect(0, 0, 1, 1); }
+    pen.fillStyle = color; pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (c) => {
+    const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = c.map((x) => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05);
+  };
+  const behind = (node) => {
+    for (let n = node; n; n = n.parentElement) {
+      const color = getComputedStyle(n).backgroundColor;
+      if (!/, 0\\)$|transparent|\\/ 0\\)$/.test(color)) return color;
+    }
+    return 'white';
+  };
+  const found = [];
+  for (const node of document.querySelectorAll('main *, header *, nav *')) {
+    const own = [...node.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim());
+    if (!own || !node.getClientRects().length || node.closest('option, noscript, script')) continue;
+    const style = getComputedStyle(node);
+    const rect = node.ownerSVGElement && node.parentElement.querySelector(':scope > rect');
+    const ground = rect ? getComputedStyle(rect).fill : behind(node);
+    const ink = node.ownerSVGElement ? style.fill : style.color;
+    const name = node.className.baseVal || node.className;
+    found.push([ratio(rgb(ink, ground), rgb(ground)), node.textContent.trim().slice(0, 30), name]);
+  }
+  return found.filter(([r]) => r < 4.5).concat([[found.length, 'checked', '']]);
+})()
+"""
+
 
 def find_browser() -> str:
     for name in NAMES:
@@ -217,3 +259,11 @@ class Browser:
     def pdf(self) -> bytes:
         printed = self.call("Page.printToPDF", printBackground=False, preferCSSPageSize=False)
         return base64.b64decode(printed["data"])
+
+
+def keep(browser: Browser, tmp_path: Path, name: str, *, whole: bool = True) -> None:
+    picture = browser.screenshot(tmp_path / f"{name}.png", whole=whole)
+    assert picture.stat().st_size > 5000
+    if folder := os.environ.get("CUMULANT_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, folder)

@@ -208,14 +208,14 @@ function plot(name, draw) {
   return () => draw(box, drawing.width);
 }
 
-const themeButton = byId("theme");
+const themeButton = byId("theme"), whenThemed = [];
 function theme(next) {
   const dark = next ? next === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   if (next) document.documentElement.dataset.theme = next;
   themeButton.setAttribute("aria-pressed", String(dark));
   themeButton.textContent = dark ? "Light" : "Dark";
   themeButton.setAttribute("aria-label", dark ? "Switch to the light theme" : "Switch to the dark theme");
-  return dark;
+  for (const tell of whenThemed) tell();
 }
 themeButton.addEventListener("click", () => theme(themeButton.getAttribute("aria-pressed") === "true" ? "light" : "dark"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

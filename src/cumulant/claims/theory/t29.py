@@ -1,0 +1,193 @@
+"""T29: whether the trained queries and keys approximate the canonical link by a linear map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant import Empirical, Gaussian, GaussianMixture
+from cumulant.claims.claim import (
+    OPEN,
+    Claim,
+    Evidence,
+    Picture,
+    Trial,
+    at_least,
+    at_most,
+    noted,
+)
+from cumulant.claims.real import NEEDS, Sublayer, sublayers
+from cumulant.figures import MUTED, series_color
+from cumulant.lens.calls import AttentionCall
+from cumulant.lens.heads import Link, link
+
+
+def gaussian_gap(trial: Trial) -> float:
+    """The library's link of a Gaussian against Σ⁻¹(μ − m)."""
+    d = 8
+    root, mean, mu = trial.normal(d, d), trial.normal(d), trial.normal(20, d)
+    covariance = root @ root.mT + torch.eye(d, dtype=torch.float64)
+    truth = torch.linalg.solve(covariance, (mu - mean).mT).mT
+    return float((Gaussian(mean, covariance).link(mu) - truth).abs().max())
+
+
+def linear_score(trial: Trial) -> float:
+    """R² of the affine map for a head with Gaussian keys, where the link is linear."""
+    n, d = 1500, 3
+    mix = trial.normal(d, d)
+    key = trial.normal(n, d) @ mix + 5
+    query = 0.3 * trial.normal(n, d) @ torch.linalg.inv(mix).mT
+    call = AttentionCall(query[None, None], key[None, None], key[None, None])
+    found = link(call, torch.ones(1, n, dtype=torch.bool), seed=trial.seed)
+    return float(found.linear[0]) if found else float("nan")
+
+
+def query_gap(layer: Sublayer, trial: Trial, count: int) -> float:
+    """The link solved at attention outputs of a real head against scale · q, on the keys' span.
+
+    The same at keys smoothed by a Gaussian, where the mean at η is s η + attention(η).
+    """
+    head = int(trial.uniform(1) * len(layer.query))
+    key, query = layer.key[head].double(), layer.query[head].double()
+    chosen = torch.randperm(len(query), generator=trial.generator)[:count]
+    eta = layer.scale * query[chosen]
+    mean = (eta @ key.mT).softmax(-1) @ key
+    away = key - key.mean(0)
+    truth = eta @ torch.linalg.pinv(away) @ away
+    found = Empirical(key).link(mean, throw=False)
+    there = found.status.converged
+    if int(there.sum()) < count // 2:
+        return float("nan")
+    worst = float((found.value - truth)[there].abs().max() / truth.abs().max())
+    spread = float(away.square().mean()) / 4
+    smooth = GaussianMixture(key, spread * torch.eye(key.shape[1], dtype=torch.float64))
+    back = smooth.link(mean + spread * eta)
+    return max(worst, float((back - eta).abs().max() / eta.abs().max()))
+
+
+def of_head(layer: Sublayer, seed: int, means: int) -> Link:
+    """The lens' figures for all heads of a block."""
+    call = AttentionCall(layer.query[None], layer.key[None], layer.value[None], scale=layer.scale)
+    found = link(
+        call, torch.ones(1, layer.query.shape[1], dtype=torch.bool), means=means, seed=seed
+    )
+    return found or Link(*(torch.full((len(layer.query),), torch.nan),) * 3)
+
+
+def flat(columns: list[Tensor]) -> Tensor:
+    """All heads; those without a figure are left out."""
+    x = torch.cat(columns)
+    return x[x.isfinite()]
+
+
+@torch.no_grad()
+def experiment(trial: Trial) -> Evidence:
+    """All heads of MiniLM on one passage: means μᵢ = Eᵢ[k], natural parameters scale · qᵢ."""
+    layers = sublayers()
+    tokens = trial.size(layers[0].query.shape[1], 64)
+    found = [of_head(layer, trial.seed, tokens) for layer in layers]
+    linear, trained = flat([x.linear for x in found]), flat([x.trained for x in found])
+    solved = query_gap(layers[len(layers) // 2], trial, trial.size(48, 12))
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        blocks = range(1, len(found) + 1)
+        for value, name in ((0.9, "holds above"), (0.0, "a constant")):
+            axes.axhline(value, color=MUTED, lw=1, ls="--")
+            axes.text(len(found) + 0.45, value + 0.03, name, fontsize=8.5, color=MUTED)
+        for i, link_ in enumerate(found):
+            for x, shift, which in ((link_.linear, -0.15, 0), (link_.trained, 0.15, 1)):
+                place = i + 1 + shift + torch.linspace(-0.08, 0.08, len(x))
+                axes.plot(place, x, "o", ms=3.5, color=series_color(which))
+        for which, label in ((0, "best affine map"), (1, "trained weights")):
+            axes.plot([], [], "o", ms=4, color=series_color(which), label=label)
+        axes.set(xlabel="block", ylabel="R² of the link", xlim=(0.5, len(found) + 1.4))
+        axes.set_xticks(blocks)
+        axes.set_ylim(min(-0.6, float(trained.min()) - 0.1), 1.05)
+        axes.legend(loc="lower left")
+
+    return Evidence(
+        [
+            at_most(
+                "gaussian_link",
+                gaussian_gap(trial),
+                1e-10,
+                "the link of a Gaussian against Σ⁻¹(μ − m)",
+                form="control",
+            ),
+            at_most(
+                "query_link",
+                solved,
+                1e-7,
+                "the link solved at outputs of a real head, and at smoothed ones, against its "
+                "queries, relative",
+                form="control",
+            ),
+            at_least(
+                "gaussian_keys",
+                linear_score(trial),
+                0.98,
+                "R² of the affine map in a head with Gaussian keys",
+                form="control",
+            ),
+            at_least(
+                "affine_map",
+                linear.median(),
+                0.9,
+                "R² of the best affine map from means to natural parameters, median over heads",
+                refuted=0.0,
+            ),
+            at_least(
+                "trained_map",
+                trained.median(),
+                0.9,
+                "R² of the map that the trained weights make, median over heads",
+                refuted=0.0,
+            ),
+            noted(
+                "heads_above_constant",
+                (trained > 0).double().mean(),
+                "share of heads whose trained map beats a constant",
+            ),
+            noted(
+                "last_block",
+                flat([found[-1].trained]).median(),
+                "R² of the trained map in the last block, median over heads",
+            ),
+        ],
+        f"In {len(linear)} heads of MiniLM the best affine map explains R² = "
+        f"{float(linear.median()):.2f} of the link (median; {tokens} tokens, each held out once), "
+        f"the trained map {float(trained.median()):.2f}; it beats a constant in "
+        f"{float((trained > 0).double().mean()):.0%} of the heads. Both lie between a constant and "
+        "what would decide the conjecture.",
+        Picture(
+            draw,
+            "Every head of MiniLM: how much of the true link an affine map of the mean explains at "
+            "its best, and as trained. Much of the link is linear; the trained weights make little "
+            "of that, and nothing in the last block.",
+            (7.0, 3.2),
+        ),
+    )
+
+
+CLAIM = Claim(
+    id="T29",
+    title="The link conjecture",
+    statement=(
+        "The query and key matrices provide a linear approximation of the canonical link, which "
+        "takes the expected statistic of a token to its natural parameter."
+    ),
+    source="message passing draft, eq. (15)",
+    formula=r"\eta_i = f(\mu_i) = (\nabla G)^{-1}(\mu_i) \approx \mu_i W_q W_k^\top",
+    recorded=OPEN,
+    experiment=experiment,
+    correction=(
+        "Where eq. (15) writes f(η) it must read f(μ): the link takes means to natural parameters. "
+        "It exists inside the hull of the keys only, so it is taken at attention outputs."
+    ),
+    systems=("link conjecture",),
+    tests=("tests/lens/test_head_measures.py", "tests/measures/test_link.py"),
+    needs=NEEDS,
+)

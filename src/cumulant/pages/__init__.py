@@ -1,0 +1,19 @@
+"""What pages share: one file each, mathematics typeset, numbers written for people."""
+
+from __future__ import annotations
+
+from cumulant.pages.assembling import assemble
+from cumulant.pages.formulas import mathml
+from cumulant.pages.numbers import count, deviation, finite, number, share
+from cumulant.pages.typeset import typeset
+
+__all__ = [
+    "assemble",
+    "count",
+    "deviation",
+    "finite",
+    "mathml",
+    "number",
+    "share",
+    "typeset",
+]

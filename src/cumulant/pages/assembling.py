@@ -1,0 +1,79 @@
+"""One file from templates, styles, scripts and data; it asks nothing of the network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+from cumulant.errors import InputError
+from cumulant.pages.numbers import fact
+from cumulant.pages.typeset import typeset
+
+__all__ = ["assemble", "embedded"]
+
+
+def assemble(
+    packages: Sequence[str],
+    *,
+    scripts: Sequence[str],
+    data: Any,
+    values: Mapping[str, Any],
+) -> str:
+    """The page: a template filled, with its style, script and data inside.
+
+    Its content security policy lets it run its own script, by digest, and load nothing.
+
+    Args:
+        packages: where ``template.html``, what it extends and the scripts are looked for, from
+            the most general on; the last that has a file wins. The ``style.css`` of each goes in.
+        scripts: file names; in this order they make one program.
+        data: what the script reads, as plain values.
+        values: what the template shows; text is escaped.
+
+    Raises:
+        InputError: jinja2 is not installed.
+    """
+    try:
+        jinja2 = import_module("jinja2")
+    except ModuleNotFoundError:
+        raise InputError("reports need jinja2: pip install 'cumulant[report]'.") from None
+    trusted = import_module("markupsafe").Markup  # comes with jinja2
+    folders = [files(name) for name in packages]
+
+    def read(name: str) -> str | None:
+        there = [folder / name for folder in folders if (folder / name).is_file()]
+        return there[-1].read_text(encoding="utf-8") if there else None
+
+    program = "\n".join(read(name) or "" for name in scripts)
+    program = f'"use strict";\n(() => {{\n{program}\n}})();\n'
+    styles = [folder / "style.css" for folder in folders]
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(read),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(fact=fact, typeset=typeset, trusted=trusted)
+    page: str = environment.get_template("template.html").render(
+        **values,
+        style=trusted("".join(s.read_text(encoding="utf-8") for s in styles if s.is_file())),
+        script=trusted(program),
+        digest=base64.b64encode(hashlib.sha256(program.encode()).digest()).decode(),
+        data=trusted(embedded(data)),
+    )
+    # A file name may hold bytes that are no text; a page must be encodable all the same.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def embedded(value: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: no U+2028 either
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

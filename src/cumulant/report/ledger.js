@@ -1,0 +1,44 @@
+// The ledger: filter by verdict, open by link, all open in print.
+if (byId("ledger")) {
+  const entries = [...document.querySelectorAll(".entry")], chips = [...document.querySelectorAll(".chips li")];
+  const filters = [...document.querySelectorAll("#ledger-controls [data-kind]")], everything = byId("ledger-open");
+  const folded = (entry) => entry.querySelector("details");
+
+  function show(kind) {
+    for (const button of filters) button.setAttribute("aria-pressed", String(button.dataset.kind === kind));
+    for (const entry of entries) entry.hidden = kind !== "" && entry.dataset.kind !== kind;
+    for (const chip of chips) chip.hidden = kind !== "" && chip.dataset.kind !== kind;
+    const shown = entries.filter((e) => !e.hidden).length;
+    byId("ledger-said").textContent = `${shown} of ${entries.length} claims shown`;
+  }
+  for (const button of filters) button.addEventListener("click", () => show(button.dataset.kind));
+
+  everything.addEventListener("click", () => {
+    const open = everything.getAttribute("aria-pressed") !== "true";
+    everything.setAttribute("aria-pressed", String(open));
+    everything.textContent = open ? "Close all" : "Open all";
+    for (const entry of entries) folded(entry).open = open;
+  });
+
+  // #T14 opens T14, whatever the filter.
+  function follow() {
+    const name = decodeURIComponent(location.hash.slice(1)), entry = entries.find((e) => e.id === name);
+    if (!entry) return;
+    if (entry.hidden) show("");
+    folded(entry).open = true;
+    entry.scrollIntoView({ block: "start" });
+  }
+  window.addEventListener("hashchange", follow);
+  // The same link a second time changes no address.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest && event.target.closest('a[href^="#"]');
+    if (link && link.getAttribute("href") === location.hash) follow();
+  });
+  follow();
+
+  let closed = [];
+  matchMedia("print").addEventListener("change", ({ matches }) => {
+    if (matches) closed = entries.filter((e) => !folded(e).open);
+    for (const entry of closed) folded(entry).open = matches;
+  });
+}
