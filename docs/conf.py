@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import cumulant
-from cumulant.figures import COLORS, INK, MUTED
+from cumulant.figures import COLORS, INK
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -30,8 +30,8 @@ smartquotes_action = "D"  # dashes between names and what they are; quotes stay 
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
-
 myst_heading_slug_func = "anchors.slug"
+
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False
@@ -43,6 +43,7 @@ napoleon_use_ivar = True
 
 html_math_renderer = "mathml"
 html_theme = "furo"
+pygments_dark_style = "a11y-high-contrast-dark"
 html_title = f"Cumulant {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -56,7 +57,8 @@ html_theme_options = {
         "color-brand-visited": COLORS[3],
         "color-foreground-primary": INK,
         "color-api-name": COLORS[0],
-        "color-api-pre-name": MUTED,
+        "color-api-pre-name": "#565d70",
+        "color-code-background": "#f3f5f9",
     },
     "dark_css_variables": {
         "color-brand-primary": "#8db4f2",
@@ -67,5 +69,6 @@ html_theme_options = {
         "color-foreground-primary": "#e7eaf3",
         "color-api-name": "#8db4f2",
         "color-api-pre-name": "#a7afc2",
+        "color-code-background": "#181d2a",
     },
 }

@@ -201,6 +201,47 @@ def test_the_query_moves_by_keyboard_and_by_dragging(browser, page):
     )
 
 
+def test_a_finger_drags_the_query_and_scrolls_elsewhere(browser, page):
+    browser.open(page, width=380, height=740)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=1)
+
+    def touch(kind: str, *points: tuple[float, float]) -> None:
+        touched = [{"x": x, "y": y} for x, y in points]
+        browser.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=touched)
+
+    def drag(x: float, y: float) -> tuple[list[float], float]:
+        touch("Start", (x, y))
+        for k in range(1, 8):
+            touch("Move", (x - 5 * k, y + 12 * k))
+        touch("End")
+        browser.settle()
+        return data(browser, QUERY, "query"), browser.run("scrollY")
+
+    try:
+        x, y = browser.place("document.querySelector('.handle')")
+        browser.settle()
+        before, top = data(browser, QUERY, "query"), browser.run("scrollY")
+        unit = browser.run("document.querySelector('.plane').getBoundingClientRect().width / 5.2")
+        dragged, after = drag(x, y)
+        assert after == top
+        goal = [before[0] - 35 / unit, before[1] - 84 / unit]
+        assert dragged == pytest.approx(goal, abs=3 / unit)
+        again, after = drag(x - 150, y - 40)
+        assert again == dragged
+        assert after < top
+        left, above = browser.place("document.querySelector('.plane')")
+        browser.settle()
+        touch("Start", (left - 2 * unit, above))  # a tap moves it too
+        touch("End")
+        browser.run(
+            "new Promise((done, fail) => { setTimeout(fail, 5000); const look = () =>"
+            f" JSON.parse({QUERY}.dataset.query)[0] < -1.9 ? done() : requestAnimationFrame(look);"
+            " look(); })"
+        )
+    finally:
+        browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
+
+
 def test_what_is_read_out_waits_until_the_query_rests(browser, page):
     browser.open(page)
     said = "document.getElementById('query-said').textContent"

@@ -178,7 +178,7 @@ def _section(row: Row) -> list[str]:
     if row["numbers"]:
         lines += ["", "| number | measured | should be | speaks for |", "|---|---|---|---|"]
         lines += [
-            f"| {x['says']} (`{x['name']}`) | {measured(x)} | {bound(x)} | {x['form']} |"
+            f"| {cell(x['says'])} (`{x['name']}`) | {measured(x)} | {bound(x)} | {x['form']} |"
             for x in row["numbers"]
         ]
     if row["caption"]:
@@ -186,6 +186,11 @@ def _section(row: Row) -> list[str]:
     if row["tests"]:
         lines += ["", f"Law: {', '.join(f'`{path}`' for path in row['tests'])}."]
     return lines
+
+
+def cell(text: str) -> str:
+    """Text that does not end its cell."""
+    return text.replace("|", "\\|")
 
 
 def measured(number: Mapping[str, Any]) -> str:

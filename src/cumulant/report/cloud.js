@@ -84,14 +84,14 @@
   }
 
   let points, before, between, tails, steps, ratios, history, view, target, hues, trouble, groups;
-  let playing = false, phase = 1, last = 0, frame = 0, visible = true;
+  let playing = false, phase = 1, last = 0, frame = 0, visible = true, measured = 0;
 
   function start() {
     points = STARTS[control("start").value]();
     hues = points.map(([x, y]) => Math.floor(((Math.atan2(y, x) / (2 * Math.PI) + 1) % 1) * 6));
     before = between = points;
     tails = points.map((p) => [p]);
-    steps = 0; phase = 1; ratios = null; trouble = "";
+    steps = 0; phase = 1; ratios = null; trouble = ""; measured = 0;
     history = [average(distances(points))];
     view = target = frameOf(points);
     measure();
@@ -103,7 +103,7 @@
     const beta = Number(control("beta").value), size = Number(control("size").value);
     const pull = attention(points, beta), moved = points.map(([x, y], i) => [x + size * pull[i][0], y + size * pull[i][1]]);
     const after = CONTRACTIONS[control("contraction").value](moved);
-    if (!after || !after.flat().every(Number.isFinite)) return stop("The cloud has become flat: nothing is left to whiten. Reset, or choose another contraction.");
+    if (!after || !after.flat().every(Number.isFinite)) return stop("This contraction is undefined here: the cloud is flat, or a point lies at the origin. Reset, or choose another.");
     const [d0, d1, d2] = [points, moved, after].map(distances), means = [d0, d1, d2].map(average);
     let smallest = Infinity;
     const noise = 1e-9 * sizeOf(points); // of points nearer than this, rounding decides
@@ -112,16 +112,21 @@
     const shift = Math.max(...after.map(([x, y], i) => length(x - points[i][0], y - points[i][1]))) / sizeOf(after);
     before = points; between = moved; points = after;
     steps += 1; phase = 0;
+    const room = Math.max(frameOf(points), frameOf(between) / 1.15);
+    if (room > target || room < 0.75 * target) target = room;
     history.push(means[1], means[2]);
     history = history.slice(-2 * HISTORY - 1);
     tails.forEach((tail, i) => { tail.push(points[i]); if (tail.length > TAIL) tail.shift(); });
     measure();
     if (shift < SETTLED) stop(`At rest after ${steps} steps.`);
-    else if (frameOf(points) > FAR) stop("Without a contraction the cloud grows for ever; it is now a million times as large as the view began. Reset to start again.");
+    else if (room > FAR) stop("Without a contraction the cloud grows for ever; it ends here, at a size of a million. Reset to start again, or choose one.");
   }
 
   const factor = (v) => Number.isFinite(v) ? `×${v.toFixed(3)}` : "–";
   function measure() {
+    // The picture keeps its pace; numbers that change faster cannot be read.
+    if (playing && performance.now() - measured < 60) return;
+    measured = performance.now();
     groups = clustersOf(points, 0.1 * sizeOf(points));
     const spread = spreadOf(points), clusters = groups.count;
     const shown = { steps: String(steps), clusters: String(clusters), spread: format(Number(spread.toPrecision(3))),
@@ -140,11 +145,11 @@
     trouble = why || "";
     playing = false;
     control("play").textContent = "Play";
-    host.dataset.points = JSON.stringify(points);
+    measure();
     say(why || summary());
   }
   function play() {
-    if (trouble && steps) start();
+    if (trouble) start(); // with the same settings it would stop at once
     trouble = "";
     playing = true;
     control("play").textContent = "Pause";
@@ -170,8 +175,6 @@
     if (!width) return;
     const size = Math.round(width * ratio);
     if (canvas.width !== size) canvas.width = canvas.height = size;
-    const goal = Math.max(frameOf(points), frameOf(between) / 1.15);
-    if (goal > target || goal < 0.75 * target) target = goal;
     view += (target - view) * (still.matches ? 1 : 0.12);
     const unit = size / (2 * view), px = (x) => size / 2 + x * unit, py = (y) => size / 2 - y * unit;
     pen.clearRect(0, 0, size, size);
@@ -187,13 +190,17 @@
     const now = points.map((_, i) => [0, 1].map((c) => half[0][i][c] + (half[1][i][c] - half[0][i][c]) * half[2]));
     pen.lineWidth = 1.3 * ratio;
     pen.globalAlpha = 0.3;
-    tails.forEach((tail, i) => {
-      pen.strokeStyle = inks[HUES[hues[i]]];
+    for (let hue = 0; hue < HUES.length; hue++) { // one stroke for each color is much faster than one for each tail
+      pen.strokeStyle = inks[HUES[hue]];
       pen.beginPath();
-      tail.slice(0, phase < 1 ? -1 : undefined).forEach(([x, y], k) => { if (k) pen.lineTo(px(x), py(y)); else pen.moveTo(px(x), py(y)); });
-      pen.lineTo(px(now[i][0]), py(now[i][1]));
+      tails.forEach((tail, i) => {
+        if (hues[i] !== hue) return;
+        const end = tail.length - (phase < 1 ? 1 : 0);
+        for (let k = 0; k < end; k++) pen[k ? "lineTo" : "moveTo"](px(tail[k][0]), py(tail[k][1]));
+        pen.lineTo(px(now[i][0]), py(now[i][1]));
+      });
       pen.stroke();
-    });
+    }
     pen.globalAlpha = 0.9;
     now.forEach(([x, y], i) => {
       pen.fillStyle = inks[HUES[hues[i]]];
@@ -258,7 +265,7 @@
 
   const label = (name, digits) => { control(`${name}-shown`).textContent = Number(control(name).value).toFixed(digits); };
   for (const [name, digits] of [["beta", 1], ["size", 2]]) {
-    control(name).addEventListener("input", () => { label(name, digits); });
+    control(name).addEventListener("input", () => { label(name, digits); trouble = ""; });
     label(name, digits);
   }
   control("play").addEventListener("click", () => { if (playing) stop(); else play(); });
@@ -272,7 +279,7 @@
   const again = () => { start(); if (!playing) say(""); wake(); };
   control("reset").addEventListener("click", again);
   control("start").addEventListener("change", again);
-  control("contraction").addEventListener("change", wake);
+  control("contraction").addEventListener("change", () => { trouble = ""; wake(); });
 
   start();
   drawHalves = plot("halves", halves);

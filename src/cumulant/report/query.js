@@ -167,6 +167,8 @@
     root.addEventListener("pointermove", (event) => { if (dragging) to(where(event)); });
     for (const end of ["pointerup", "pointercancel"]) root.addEventListener(end, () => { dragging = false; });
     root.addEventListener("click", (event) => { if (event.pointerType === "touch") to(where(event)); });
+    // On the query a finger drags, elsewhere it scrolls; touch-action does nothing inside a drawing.
+    handle.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     handle.addEventListener("keydown", (event) => {
       const step = event.shiftKey ? 0.5 : 0.1, [x, y] = state.query;
       const next = { ArrowRight: [x + step, y], ArrowLeft: [x - step, y], ArrowUp: [x, y + step], ArrowDown: [x, y - step], Home: [0, 0] }[event.key];

@@ -186,7 +186,8 @@ def experiment(trial: Trial) -> Evidence:
             noted(
                 "sensitivity_ratio",
                 float(torch.tensor(ratios).median()),
-                "sensitivity to W_v, W_o over that to W_q, W_k",
+                "sensitivity to W_v, W_o over that to W_q, W_k, median over blocks",
+                error=float(torch.tensor(ratios).std()) / len(ratios) ** 0.5,
             ),
         ],
         f"With W_q and W_k the identity, attention in MiniLM misses its output by "

@@ -108,6 +108,8 @@ def experiment(trial: Trial) -> Evidence:
         right.errorbar(SAMPLES, -low, 2 * error, fmt="o", color=series_color(0), label="measured")
         right.loglog(SAMPLES, -predicted, color=series_color(2), label="Var/(2 e²ᴳ)")
         right.set(xlabel="samples", ylabel="how low G comes out", title="sampled softmax")
+        right.set_xticks(SAMPLES, [str(n) for n in SAMPLES])
+        right.minorticks_off()
         right.legend()
 
     mended: Any = {"form": "correction"}

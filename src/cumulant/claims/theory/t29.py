@@ -82,6 +82,11 @@ def flat(columns: list[Tensor]) -> Tensor:
     return x[x.isfinite()]
 
 
+def median_error(x: Tensor) -> float:
+    """The standard error of a median, for numbers that are roughly normal."""
+    return float(x.std() * (torch.pi / 2 / len(x)) ** 0.5)
+
+
 @torch.no_grad()
 def experiment(trial: Trial) -> Evidence:
     """All heads of MiniLM on one passage: means μᵢ = Eᵢ[k], natural parameters scale · qᵢ."""
@@ -138,6 +143,7 @@ def experiment(trial: Trial) -> Evidence:
                 0.9,
                 "R² of the best affine map from means to natural parameters, median over heads",
                 refuted=0.0,
+                error=median_error(linear),
             ),
             at_least(
                 "trained_map",
@@ -145,6 +151,7 @@ def experiment(trial: Trial) -> Evidence:
                 0.9,
                 "R² of the map that the trained weights make, median over heads",
                 refuted=0.0,
+                error=median_error(trained),
             ),
             noted(
                 "heads_above_constant",

@@ -31,10 +31,10 @@ def magnetization(d: int, strength: float, field: float) -> float:
     low, high = 1e-9, 1.0
     if length(d, strength * low + field) < low:
         return 0.0
-    for _ in range(200):
+    for _ in range(60):
         m = 0.5 * (low + high)
         low, high = (m, high) if length(d, strength * m + field) > m else (low, m)
-    return m  # pyright: ignore[reportPossiblyUnbound]
+    return low
 
 
 def uniform(d: int, strength: float, field: float, n: int = 5) -> Tensor:
@@ -43,23 +43,23 @@ def uniform(d: int, strength: float, field: float, n: int = 5) -> Tensor:
     along = torch.zeros(n, d, dtype=torch.float64)
     along[:, 0] = 1.0
     found = dynamics.mean_field(
-        sphere(d), J, field * along[0], start=0.9 * along, tol=1e-11, max_steps=20_000
+        sphere(d), J, field * along[0], start=0.9 * along, solver="anderson", tol=1e-11
     )
     return found.mean
 
 
 def experiment(trial: Trial) -> Evidence:
-    """Spheres against Bessel functions, Ising spins against enumeration, Gaussians against (I-J)^-1."""
+    """Spheres against Bessel functions, Ising spins against enumeration, Gaussians solved."""
     dimensions = (1, 2, 3, 5)
     gaps = [
         (uniform(d, s, 0.2)[:, 0] - magnetization(d, s, 0.2)).abs().max()
         for d in dimensions
-        for s in (0.5 * d, 2.0 * d)
+        for s in ((2.0 * d,) if trial.quick else (0.5 * d, d, 2.0 * d))
     ]
     # Spins of plus and minus one with random couplings: all states enumerated.
     n = trial.size(10, 7)
-    J = 0.5 * trial.normal(n, n) / n**0.5
-    J = (J + J.mT) * (1 - torch.eye(n, dtype=torch.float64))
+    drawn = 0.5 * trial.normal(n, n) / n**0.5
+    J = (drawn + drawn.mT) * (1 - torch.eye(n, dtype=torch.float64))
     field = trial.normal(n, 1)
     found = dynamics.mean_field(sphere(1), J, field, tol=1e-12)
     states = torch.tensor(list(product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
@@ -109,7 +109,7 @@ def experiment(trial: Trial) -> Evidence:
             )
             axes.plot([d, d], [0, 0.04], color=INK, linewidth=1)
         axes.set(xlabel="coupling", ylabel="mean length of a spin", ylim=(-0.02, 1))
-        axes.legend(loc="upper right", ncols=2)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.05))
 
     return Evidence(
         [
@@ -159,7 +159,7 @@ def experiment(trial: Trial) -> Evidence:
         f"The equations m = ∇G(Jm + field) are solved to {float(torch.stack(gaps).max()):.0e} of "
         f"the Bessel functions, and attention is their map for Gaussian sites to "
         f"{float(attention):.0e}. Its couplings are asymmetric by {float(asymmetry):.0%}, so it "
-        f"descends no free energy.",
+        f"has no such free energy.",
         Picture(
             draw,
             "Spins on a sphere in d dimensions that are all coupled alike: the library's solutions "
