@@ -10,6 +10,7 @@ from cumulant.cli.bench import bench
 from cumulant.cli.claims import claims
 from cumulant.cli.filter import filter_series
 from cumulant.cli.lens import lens
+from cumulant.cli.report import report
 from cumulant.cli.simulate import simulate
 from cumulant.errors import InputError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(report)
 app.command()(claims)
 app.command()(simulate)
 app.command("filter")(filter_series)
