@@ -11,8 +11,7 @@ import sys
 import torch
 
 import cumulant as cm
-from cumulant.filtering.files import example_files
-from cumulant.filtering.files import read_model, read_series
+from cumulant.filtering.files import example_files, read_model, read_series
 
 
 def cumulant(*arguments, cwd):
