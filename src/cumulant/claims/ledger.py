@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module, util
@@ -123,6 +124,19 @@ def lacking(claim: Claim) -> list[str]:
     return [name for name in claim.needs if not there(name)]
 
 
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Experiments are many small steps: more threads gain little, stall on a busy machine, and
+    would make the last digits depend on their number.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
     """Make the experiment and judge the claim by its numbers.
 
@@ -135,7 +149,7 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
         return replace(entry, not_run=need)
     own = zlib.crc32(f"{seed} {claim.id}".encode())
     started = time.perf_counter()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(own)
         try:
             evidence: Evidence | None = claim.experiment(Trial(own, quick))

@@ -271,8 +271,8 @@ def experiment(trial: Trial) -> Evidence:
                 "attraction",
                 nearest.mean(),
                 1,
-                "clouds of other laws, whitened: distance to a Gaussian at the end over that at the "
-                "start, least of four laws",
+                "clouds of other laws, whitened: distance to a Gaussian at the end over that at "
+                "the start, least of four laws",
                 error=float(nearest.std()) / len(nearest) ** 0.5,
             ),
             at_most(
@@ -359,8 +359,8 @@ def experiment(trial: Trial) -> Evidence:
         f"{max(runs)} points are rejected as Gaussian on the sphere and "
         f"{ever['layer norm'][0]:.0%} under layer norm; under whitening "
         f"{late['whitening'][0]:.0%} by t = {STEP * SEEN[-1]:g}. Other laws end at least "
-        f"{float(nearest.mean()):.1f} times as far from a Gaussian as they began. On the sphere "
-        f"{float(hot.mean()):.1f} clusters are left at β = 1 and {float(cold.mean()):.1f} at β = 9.",
+        f"{float(nearest.mean()):.1f} times as far from a Gaussian as they began. Clusters left on "
+        f"the sphere: {float(hot.mean()):.1f} at β = 1, {float(cold.mean()):.1f} at β = 9.",
         Picture(
             draw,
             "Left: Gaussian clouds of growing N; above the line at 1 they are told from "
