@@ -65,7 +65,7 @@ def test_bench_measures(tmp_path):
         "mixture mean",
         "empirical link",
     }
-    assert "| 64 x 1000 x 8 | empirical link |" in page.read_text()
+    assert "| 128 x 4000 x 16 | empirical link |" in page.read_text()
 
 
 def test_bad_input_is_one_line_and_exit_2(tmp_path):

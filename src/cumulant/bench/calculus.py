@@ -111,8 +111,8 @@ def run(
     shapes = SHAPES[:1] if quick else SHAPES
     plan: list[tuple[Shape, dict[str, Callable[[], object]], int]] = []
     plan.extend((s, _cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes)
-    if not quick:
-        plan.append((_AGAINST_MATH, _math_cases(_AGAINST_MATH), 3))
+    against_math = SHAPES[0] if quick else _AGAINST_MATH
+    plan.append((against_math, _math_cases(against_math), 3))
     total = sum(len(cases) * (r + 1) for _, cases, r in plan)
     rows: list[Row] = []
     for shape, cases, repeats in plan:

@@ -87,7 +87,7 @@ def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
-    n, d = (2048, 64) if quick else (16384, 256)
+    n, d = (4096, 128) if quick else (16384, 256)
     few = max(3, rounds // 2)
     sides = {"info_nce": (False, 1 / 1.7), "info_nce, symmetric": (True, 1 / 2)}
     total = 4 * (few + 1) + (0 if quick else 5)

@@ -91,7 +91,7 @@ def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
-    n, clouds = (2048, 100) if quick else (16384, 1000)
+    n, clouds = (4096, 200) if quick else (16384, 1000)
     few = max(3, rounds // 2)
     plan = [
         (f"{n} x 64", _step(n, 64), rounds),

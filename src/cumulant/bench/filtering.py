@@ -142,7 +142,7 @@ def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
-    count, steps = (20, 50) if quick else (1000, 500)
+    count, steps = (200, 100) if quick else (1000, 500)
     few = max(2, rounds // 3)
     total = 3 * (rounds + 1) + few + 3 * (few + 1)
 

@@ -84,7 +84,7 @@ def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
-    batch, length = (2, 128) if quick else (BATCH, LENGTH)
+    batch, length = (4, 256) if quick else (BATCH, LENGTH)
     label = f"MiniLM, {batch} x {length}"
     few = max(3, rounds // 2)
     cases = _cases(batch, length)

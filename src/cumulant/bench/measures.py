@@ -128,7 +128,7 @@ def run(
 ) -> list[Row]:
     """Measure everything; `tick(what, of how many)` is called before every single run."""
     n, m, (targets, points, d) = (
-        (1024, 512, (64, 1000, 8))
+        (4096, 1024, (128, 4000, 16))
         if quick
         else (
             8192,

@@ -69,7 +69,7 @@ def run(
     few = max(3, rounds // 2)
     shapes = [(4096, 16384, 64, rounds), (16384, 4096, 128, rounds), (16384, 16384, 64, few)]
     if quick:
-        shapes = [(512, 2048, 64, rounds)]
+        shapes = [(2048, 8192, 64, rounds)]
     total = sum(5 * (r + 1) for *_, r in shapes) + (0 if quick else 1)
     rows: list[Row] = []
     for q, n, d, repeats in shapes:

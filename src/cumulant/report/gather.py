@@ -161,7 +161,7 @@ def _series(tell: Tell) -> Content:
     longest = rare.episodes[0]
     return {
         "title": "US inflation, percent per year",
-        "source": "US Bureau of Labor Statistics by way of FRED and statsmodels (public domain).",
+        "source": "US Bureau of Labor Statistics by way of FRED and statsmodels (public domain)",
         "state": state,
         "dates": labels,
         "observed": [None if x != x else x for x in series.values[:, 0].tolist()],

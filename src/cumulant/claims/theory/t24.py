@@ -38,7 +38,7 @@ def divergence(trial: Trial, steps: int) -> tuple[Tensor, Tensor]:
     """
     spins = torch.tensor(list(product((-1.0, 1.0), repeat=4)), dtype=torch.float64)
     keys = torch.stack([spins[:, a] * spins[:, b] for a, b in combinations(range(4), 2)], -1)
-    weights = 0.2 + 0.4 * trial.uniform(6)
+    weights = 0.7 * trial.normal(6)
     data = trial.normal(16).softmax(-1)
     law = (keys @ weights).softmax(-1)
     exact = (law - data) @ keys
@@ -96,13 +96,17 @@ def sampled(trial: Trial, runs: int) -> Tensor:
 def experiment(trial: Trial) -> Evidence:
     """Likelihood and gradient written out; a Boltzmann machine enumerated; many samples of G."""
     value, slope = likelihood(trial)
-    gaps, own = divergence(trial, 12)
+    # Random couplings and random data: how far off it is varies, so many machines are asked.
+    machines = [divergence(trial, 12) for _ in range(trial.size(100, 20))]
+    gaps = torch.stack([x for x, _ in machines])
+    own, typical = torch.stack([x for _, x in machines]).max(), gaps[:, 0].median()
     drawn, spread, low, error, predicted = sampled(trial, trial.size(400, 60)).mT
     unbiased, significance = (drawn / spread).abs().max(), low[0] / error[0]
 
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
-        left.semilogy(range(1, 13), gaps, "o-", color=series_color(1), markersize=4)
+        left.semilogy(range(1, 13), gaps[:15].mT, color=series_color(1), linewidth=0.6, alpha=0.5)
+        left.semilogy(range(1, 13), gaps.median(0).values, "o-", color=series_color(1), ms=4)
         left.set(xlabel="Gibbs sweeps", ylabel="relative error of the gradient")
         left.set_title("contrastive divergence")
         right.errorbar(SAMPLES, -low, 2 * error, fmt="o", color=series_color(0), label="measured")
@@ -115,7 +119,7 @@ def experiment(trial: Trial) -> Evidence:
     mended: Any = {"form": "correction"}
     return Evidence(
         [
-            at_most("divergence_gap", gaps[0], 0.01, "CD-1 against the gradient of the likelihood"),
+            at_most("divergence_gap", typical, 1e-6, "CD-1 against ∇ of the likelihood, median"),
             at_most("contrast_gap", own, 1e-12, "InfoNCE's gradient against the same", **mended),
             at_most("value_gap", value, 1e-12, "InfoNCE against −log-likelihood", **mended),
             at_most("gradient_gap", slope, 1e-12, "its gradient against (E[k] − k⁺)/τ", **mended),
@@ -129,17 +133,17 @@ def experiment(trial: Trial) -> Evidence:
             ),
             at_most("low", significance, -3.0, "bias of sampled G, in s.e.", error=1.0, **mended),
             noted("low_by", low[0], "bias of G with 2 samples", error=float(error[0])),
-            noted("predicted", predicted[-1] / low[-1], "predicted over measured, 32 samples"),
+            noted("divergence_least", gaps[:, 0].min(), "the least of those gaps"),
         ],
         f"InfoNCE is the negative log-likelihood to {float(value):.0e}, its gradient to "
         f"{float(slope):.0e}. Contrastive divergence after one sweep misses that gradient by "
-        f"{float(gaps[0]):.0%}. Sampling leaves e^G unbiased and G low, by "
+        f"{float(typical):.0%} in the median machine. Sampling leaves e^G unbiased and G low, by "
         f"{-float(low[0]):.2f} with two samples.",
         Picture(
             draw,
-            "Left: contrastive divergence reaches the gradient of the likelihood, which InfoNCE "
-            "has at once, only as its chain gets long. Right: G of a sampled softmax is low, by "
-            "the second-order formula once samples are many.",
+            "Left: contrastive divergence, machine by machine and in the median, reaches the "
+            "gradient of the likelihood only as its chain gets long; InfoNCE has it at once. "
+            "Right: G of a sampled softmax is low, by the second-order formula once samples are many.",
         ),
     )
 
@@ -152,7 +156,7 @@ CLAIM = Claim(
         "divergence: its negative log-likelihood is the contrastive loss, with gradient "
         "(E[k] − k⁺)/τ. A sampled softmax is unbiased for e^G and low for G."
     ),
-    source="exponential family draft, eqs. (4) and (5); main draft, sections 1 and 2.1",
+    source="exponential family draft, eqs. (4) and (5); main draft, section 1",
     formula=r"\ell(q) = -\langle q, k^+\rangle/\tau + G(q/\tau), \qquad"
     r" \nabla_q \ell = \left(\operatorname{E}[k] - k^+\right)/\tau",
     recorded=CORRECTED,

@@ -22,6 +22,8 @@ def sphere(d: int) -> VonMisesFisher:
 
 def length(d: int, kappa: float) -> float:
     """A_d(kappa), a ratio of Bessel functions: the mean of a spin in a field of that strength."""
+    if kappa < 1e-8:
+        return kappa / d  # where both functions underflow
     ive: Any = import_module("scipy.special").ive
     return float(ive(d / 2, kappa) / ive(d / 2 - 1, kappa))
 
