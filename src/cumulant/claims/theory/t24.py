@@ -143,7 +143,7 @@ def experiment(trial: Trial) -> Evidence:
             draw,
             "Left: contrastive divergence, machine by machine and in the median, reaches the "
             "gradient of the likelihood only as its chain gets long; InfoNCE has it at once. "
-            "Right: G of a sampled softmax is low, by the second-order formula once samples are many.",
+            "Right: G of a sampled softmax is low, as second order predicts once samples are many.",
         ),
     )
 
