@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cumulant.report.gather import finish, gather
+from cumulant.report.gathering import finish, gather
 from cumulant.report.page import Parts, render
 
 __all__ = ["Parts", "finish", "gather", "render"]
