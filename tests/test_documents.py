@@ -19,11 +19,27 @@ def test_readme_snippets_run_in_order():
     for block in blocks:
         assert len([x for x in block.splitlines() if x.strip()]) < 8
         exec(compile(block, "README.md", "exec"), names)
-    tangent, second = names["tangent"], names["second"]
+    tangent, x = names["tangent"], names["x"]
     assert isinstance(tangent, torch.Tensor)
     assert tangent.isfinite().all()
-    assert isinstance(second, torch.Tensor)
-    assert second.isfinite().all()
+    assert isinstance(x, torch.Tensor)
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_readme_table_is_what_was_measured():
+    """Ratios of the table are those of the pages they come from, rounded."""
+    rows = [x.split("|") for x in (ROOT / "README.md").read_text().splitlines() if x[:1] == "|"]
+    cells = [row for row in rows if len(row) == 7 and "---" not in row[1]][1:]
+    assert len(cells) > 10
+    measured: set[float] = set()
+    for page in (ROOT / "docs" / "benchmarks").glob("*.md"):
+        for line in page.read_text().splitlines():
+            measured |= {float(x) for x in re.findall(r"\b\d+\.\d+\b", line)}
+    for _, _, _, time, memory, _, _ in cells:
+        for ratio in re.findall(r"\d+\.\d+", time + memory):
+            digits = len(ratio.split(".")[1])
+            assert any(round(m, digits) == float(ratio) for m in measured), ratio
 
 
 @pytest.mark.parametrize(
