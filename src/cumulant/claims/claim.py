@@ -107,9 +107,10 @@ def noted(name: str, value: float | Tensor, says: str, *, error: float | None = 
 def verdict(numbers: Sequence[Measured]) -> Verdict:
     """What the numbers say, by themselves.
 
-    A control that fails, or nothing but notes, leaves the question open. Otherwise the statement
-    holds if each of its numbers does; if one fails, it holds with a correction if there is one
-    whose numbers all hold; without, it does not hold in general. Numbers in doubt leave it open.
+    A control that fails, a number that is not finite, or no number of the statement leaves the
+    question open. Otherwise the statement holds if each of its numbers does; if one fails, it holds
+    with a correction if there is one whose numbers all hold. Without a correction, or with one that
+    fails, it does not hold in general. Numbers in doubt leave it open.
 
     >>> verdict([at_most("gap", 1e-12, 1e-10, "of both sides")])
     'holds'
@@ -122,7 +123,8 @@ def verdict(numbers: Sequence[Measured]) -> Verdict:
         for form in ("statement", "correction", "control")
     }
     statement, correction = outcomes["statement"], outcomes["correction"]
-    if outcomes["control"] - {"passed"} or not statement | correction:
+    judged = [x.value for x in numbers if x.form in ("statement", "correction")]
+    if outcomes["control"] - {"passed"} or not statement or not all(map(math.isfinite, judged)):
         return OPEN
     if "failed" in correction:
         return FAILS

@@ -66,7 +66,7 @@ def experiment(trial: Trial) -> Evidence:
         for i, (word_truth, fits) in enumerate(zip(truth, found[1].mT, strict=True)):
             sideways = i + torch.linspace(-0.25, 0.25, repeats)
             left.plot(sideways, fits - word_truth, ".", color=series_color(0), markersize=4)
-        left.set_xticks(range(words), [f"G = {float(g):.2f}" for g in truth])
+        left.set_xticks(range(words), [f"G = {float(g):.2f}".replace("-", "−") for g in truth])
         left.set(ylabel="fitted c less G", title="four words, 4 noise samples each")
         right.plot(NOISE, spread, "o-", color=series_color(0))
         right.set(xlabel="noise samples for a pair", ylabel="spread of fitted c", xticks=NOISE)

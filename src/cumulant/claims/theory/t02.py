@@ -67,7 +67,14 @@ def experiment(trial: Trial) -> Evidence:
                 b**a * some * torch.exp((e - b) * some) / (density * (e * positive).exp()).sum()
             )
             axes.plot(grid, gamma.log_prob(grid[:, None], eta).exp(), color=color)
-            axes.plot(some, tilted, "o", ms=4, color=color, label=f"η = {e:g}: rate {2.5 - e:g}")
+            axes.plot(
+                some,
+                tilted,
+                "o",
+                ms=4,
+                color=color,
+                label=f"η = {e:g}: rate {2.5 - e:g}".replace("-", "−"),
+            )
         axes.set(xlabel="x", ylabel="density", ylim=(0, 1.75))
         axes.legend()
 

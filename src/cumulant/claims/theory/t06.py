@@ -126,7 +126,7 @@ def experiment(trial: Trial) -> Evidence:
         ],
         f"G of seven families agrees with sums and quadrature to {value_gap:.0e}, of the sphere "
         f"to {sphere_gap:.0e}; beyond the domain every answer is +∞. Random keys approach the "
-        f"sphere's G as 1/√N, within {100 * contrast:.0f} % of the predicted constant.",
+        f"sphere's G as 1/√N, within {contrast:.0%} of the predicted constant.",
         Picture(
             draw,
             "Left: G of six families (lines) against sums and quadrature (dots); three of them end "

@@ -112,7 +112,7 @@ def experiment(trial: Trial) -> Evidence:
         ],
         f"Jaynes' die is met to {die:.0e} and no other law of the same mean has more entropy. The "
         f"link exists for means inside the hull and for no others; damped Newton finds them all, "
-        f"undamped loses {100 * lost:.0f} % of those near corners.",
+        f"undamped loses {lost:.0%} of those near corners.",
         Picture(
             draw,
             "Left: the least committed die for four averages. Right: means asked of nine points on "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, dynamics
-from cumulant.claims.claim import HOLDS, Claim, Evidence, Picture, Trial, at_least, at_most, noted
+from cumulant.claims.claim import HOLDS, Claim, Evidence, Picture, Trial, at_least, at_most
 from cumulant.figures import INK, MUTED, series_color, tidy
 
 BETA, STEP = 1.7, 0.4
@@ -59,7 +59,6 @@ def experiment(trial: Trial) -> Evidence:
     flowed = dynamics.flow(start, [0.5], beta=BETA, contraction=dynamics.Sphere()).final
     tangent = (flowed - tangent_flow(start.numpy(), BETA, 0.5)).abs().max()
     gap = (moved - x - STEP * ascent(x)).abs().max()
-    scaled = (BETA * ascent(x) - ascent(x)).norm() / ascent(x).norm()
 
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
@@ -117,11 +116,6 @@ def experiment(trial: Trial) -> Evidence:
                 asymmetry,
                 0.01,
                 "asymmetry of the Jacobian in all points at once, relative: no joint potential",
-            ),
-            noted(
-                "scaled_gap",
-                scaled,
-                "relative error of β times attention, the gradient of G(βx) without 1/β",
             ),
         ],
         f"The step is the gradient of β⁻¹G(βx) to {float(gap):.0e}, with the measure frozen. "

@@ -158,10 +158,14 @@ def experiment(trial: Trial) -> Evidence:
 CLAIM = Claim(
     id="T14",
     title="Expansion",
-    statement="The attention step moves points apart, and repeated it drives them to infinity.",
+    statement=(
+        "The attention step moves points apart, and repeated it drives them to infinity. (The "
+        "draft ignores weights; this is read as being about sublayers as they are.)"
+    ),
     source="abstract; exponential family draft, §3.1",
     formula=r"1 \le \frac{\|x' - y'\|}{\|x - y\|} \le "
-    r"1 + \frac{\tau\beta}{4} \operatorname{diam}^2, \qquad x' = x + \tau \nabla G(x)",
+    r"1 + \frac{\tau\beta}{4} \operatorname{diam}^2, \qquad "
+    r"x' = x + \tau\nabla_x\, \beta^{-1}G(\beta x)",
     recorded=CORRECTED,
     experiment=experiment,
     correction=(

@@ -16,9 +16,9 @@ from cumulant.figures import INK, MUTED, series_color, tidy
 
 ANSWER = (
     "The fixed point is not Gaussian in general.",
-    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance becomes "
-    "infinite in finite time and, unless it is isotropic, loses rank on the way; a finite cloud "
-    "follows it for a while and then leaves it.",
+    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance grows "
+    "without bound, in continuous time to infinity at a finite time, and, unless it is isotropic, "
+    "loses rank on the way; a finite cloud follows it for a while and then leaves it.",
     "Projection to the sphere and layer normalization destroy the Gaussian in their first step; "
     "whitening, an affine map of the whole cloud, keeps the law, yet finite clouds drift away from "
     "it, and clouds that start elsewhere do not come to it.",
@@ -40,7 +40,7 @@ PLANE = F.normalize(torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=tor
 
 
 def tested(x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-    """Which clouds a 5 % test rejects, and the statistic over its 95 % level, for each cloud."""
+    """Which clouds a 5% test rejects, and the statistic over its 95% level, for each cloud."""
     away = x - x.mean(-2, keepdim=True)
     values = torch.linalg.eigvalsh(away.mT @ away)
     full = values[..., 0] > 1e-10 * values[..., -1]  # what has become flat is no Gaussian
@@ -223,7 +223,7 @@ def experiment(trial: Trial) -> Evidence:
                     label=name if j == len(runs) - 1 else None,
                 )
         left.axhline(1, color=INK, linewidth=0.8)
-        left.set(yscale="log", xlabel="time", ylabel="distance to a Gaussian / its 95 % level")
+        left.set(yscale="log", xlabel="time", ylabel="distance to a Gaussian / its 95% level")
         left.set(ylim=(0.3, 4000), title=f"Gaussianity lost, N = 32 (thin) to {max(runs)}")
         left.legend(loc="upper left", ncols=2)
         angle = np.linspace(0, 2 * np.pi, 200)
@@ -250,7 +250,8 @@ def experiment(trial: Trial) -> Evidence:
                 "sphere_rejected",
                 ever["sphere"][0],
                 0.15,
-                "sphere: share of Gaussian clouds that a 5 % test rejects after every step",
+                "sphere: share of Gaussian clouds that a 5% test rejects at each look, after "
+                f"{', '.join(map(str, SEEN[1:-1]))} and {SEEN[-1]} steps",
                 error=ever["sphere"][1],
             ),
             at_most(

@@ -79,7 +79,7 @@ def experiment(trial: Trial) -> Evidence:
             ),
             noted("rise_with_skip", share, "share of states whose E a skip connection raises"),
         ],
-        f"No update of {50 * len(gap):,} raised E by more than rounding, and none was below "
+        f"No update of {50 * len(gap):,} raised E by more than rounding, and no energy was below "
         f"{float(low.min()):.2g}. A unit descent step is attention without skip to "
         f"{float(descent.max()):.0e}; with a skip connection E rises in {share:.0%} of the states.",
         Picture(

@@ -67,7 +67,7 @@ def experiment(trial: Trial) -> Evidence:
                 left.plot(run.energy[:, 0, k], dash, color=color, linewidth=0.9, label=label)
             right.plot(recalled[name].mean(-1), dash, color=color, label=f"{name} patterns")
         left.set(xlabel="step", ylabel="energy of each state")
-        right.set(xlabel="step", ylabel="share that stand for their pattern", ylim=(0, 1.08))
+        right.set(xlabel="step", ylabel="share recalled", ylim=(0, 1.08))
         left.legend()
         right.legend()
 
@@ -114,7 +114,7 @@ def experiment(trial: Trial) -> Evidence:
         ],
         f"The first step is the same. With fixed patterns the energy never rises and "
         f"{share['fixed']:.0%} of the noisy patterns are recalled; with changing ones it rises, "
-        f"the states run together, and {share['changing']:.0%} are left.",
+        f"the states run together, and {share['changing']:.0%} still stand for their own pattern.",
         Picture(
             draw,
             "The same step from the same noisy patterns. With fixed patterns each state descends "

@@ -112,7 +112,7 @@ def experiment(trial: Trial) -> Evidence:
         f"Classical and linear memory agree with a weight matrix. At 0.3 d patterns the classical "
         f"network recalls {float(classical[5]):.0%}, the dense one at 10 d "
         f"{float(dense[-1]):.0%}. A feed-forward layer with W₂ = W₁ᵀ descends an energy; with "
-        f"independent weights its Jacobian has asymmetry {untied:.1f}, so there is none, and "
+        f"independent weights its Jacobian has asymmetry {untied:.1f}, so it is no gradient, and "
         f"{float(share):.0%} of its updates raise the energy of W₁.",
         Picture(
             draw,

@@ -52,7 +52,7 @@ def experiment(trial: Trial) -> Evidence:
     """Random heads: plain softmax attention against the library's filter."""
     n, d = 8, 4
     x = trial.normal(n, d)
-    query, key, value = (trial.normal(d, d) for _ in range(3))
+    query, key, value = (trial.normal(d, d) / 2 for _ in range(3))
     scores = (x @ query.mT) @ (x @ key.mT).mT / d**0.5  # [query j, key i]
     weights = scores.softmax(-1)
     attention, mixing = weights @ x @ value.mT, weights.mT  # A[i, j]: columns sum to one
@@ -139,8 +139,11 @@ def experiment(trial: Trial) -> Evidence:
         left.bar(place + 0.2, found.current, 0.4, color=series_color(2), label="Perron vector")
         left.set(xlabel="token", ylabel="probability of a mode", xticks=place)
         left.set_axisbelow(True)
-        left.legend(loc="lower right")
-        right.loglog([1e-4, 1], [1e-4, 1], color=INK, lw=0.8)
+        left.set_ylim(top=left.get_ylim()[1] + 0.3 * float(needed.max() - needed.min()))
+        left.legend(loc="upper left")
+        every = torch.cat([G.softmax(-1), scores.logsumexp(-1).softmax(-1), found.current])
+        ends = [float(every.min()) / 1.5, float(every.max()) * 1.5]
+        right.loglog(ends, ends, color=INK, lw=0.8)
         for label, at, pi, which in (
             ("symmetric scores", G.softmax(-1), reversible.current, 2),
             ("general scores", scores.logsumexp(-1).softmax(-1), found.current, 4),
@@ -176,12 +179,13 @@ CLAIM = Claim(
     source="message passing draft, eqs. (12) to (14)",
     formula=r"p(i \mid j) = \frac{e^{\langle \mu_i, \eta_j\rangle}}{\sum_{i'} "
     r"e^{\langle \mu_{i'}, \eta_j\rangle}} = P(A_t = i \mid A_{t+1} = j), \qquad "
-    r"T_{ij} = \frac{A_{ij}\, c_j}{\pi_i} \iff A c = \pi",
+    r"T_{ij} = \frac{A_{ij}\, c_j}{\pi_i}, \quad \sum_j T_{ij} = 1 \iff A c = \pi",
     recorded=CORRECTED,
     experiment=experiment,
     correction=(
         "Eq. (12) normalizes over the previous index i, so it is IMM's mixing probability "
-        "P(i|j), not the transition P(j|i). Uniform modes fit doubly stochastic weights; in "
+        "P(i|j), not the transition P(j|i); it also prints a further factor σ̃ = 1/M, with which "
+        "nothing sums to one. Uniform modes fit doubly stochastic weights; in "
         "general π is A's Perron vector, and π ∝ eᴳ where scores are symmetric."
     ),
     systems=("message passing view of attention",),

@@ -75,6 +75,13 @@ def experiment(trial: Trial) -> Evidence:
         return entropy - 0.5 * m @ J @ m - m @ field[:, 0]
 
     m = found.mean[:, 0].detach()
+    # Fields in all directions: each mean is A_d along the site's own field.
+    for d in dimensions:
+        b = trial.normal(n, d)
+        spins = dynamics.mean_field(sphere(d), J, b, tol=1e-12).mean
+        local = J @ spins + b
+        aligned = [length(d, float(e.norm())) * e / e.norm() for e in local]
+        gaps.append((spins - torch.stack(aligned)).abs().max())
     slope: Any = torch.func.grad(free)(m)
 
     d = 3
