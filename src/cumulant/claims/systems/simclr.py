@@ -107,8 +107,8 @@ def experiment(trial: Trial) -> Evidence:
         ],
         f"The loss is NT-Xent to {float(value):.0e}, its gradient to {float(slope):.0e}. Training "
         f"brings the squared distance of two views from {before:.2f} to {after:.2f}, and the "
-        f"uniformity to within {math.ceil(1e4 * abs(apart)) / 1e4:g} of that of the uniform law on the "
-        "circle.",
+        f"uniformity to within {math.ceil(1e4 * abs(apart)) / 1e4:g} of that of the uniform law on "
+        "the circle.",
         Picture(
             draw,
             "Views on the circle, radii jittered, the color their thing's angle. Training orders "

@@ -100,10 +100,14 @@ def experiment(trial: Trial) -> Evidence:
     jacobian = "asymmetry of a layer's Jacobian, relative"
     return Evidence(
         [
-            at_most("wrong_units", wrong, 0, "units unlike sign(Wξ), W a matrix", **mended),
-            at_most("linear_gap", gap, 1e-12, "linear memory against linear attention", **mended),
-            at_most("classical_lost", classical[5], 0.2, "classical recall at 0.3 d", **mended),
-            at_least("dense_held", dense[-1], 0.99, "recall of the dense at 10 d", **mended),
+            at_most("wrong_units", wrong, 0, "units unlike sign(Wξ), W a matrix", form="control"),
+            at_most(
+                "linear_gap", gap, 1e-12, "linear memory against linear attention", form="control"
+            ),
+            at_most(
+                "classical_lost", classical[5], 0.2, "classical recall at 0.3 d", form="control"
+            ),
+            at_least("dense_held", dense[-1], 0.99, "recall of the dense at 10 d", form="control"),
             at_most("untied_asymmetry", untied, 1e-6, f"{jacobian}, W₂ and W₁ independent"),
             at_most("tied_asymmetry", tied, 1e-12, f"{jacobian}, W₂ = W₁ᵀ", **mended),
             at_most("tied_rise", rise, 1e-11, "largest rise of E by a tied layer", **mended),

@@ -76,9 +76,9 @@ def experiment(trial: Trial) -> Evidence:
 
     m = found.mean[:, 0].detach()
     # Fields in all directions: each mean is A_d along the site's own field.
-    for d in dimensions:
+    for d in (2, 5) if trial.quick else dimensions:
         b = trial.normal(n, d)
-        spins = dynamics.mean_field(sphere(d), J, b, tol=1e-12).mean
+        spins = dynamics.mean_field(sphere(d), J, b, solver="anderson", tol=1e-11).mean
         local = J @ spins + b
         aligned = [length(d, float(e.norm())) * e / e.norm() for e in local]
         gaps.append((spins - torch.stack(aligned)).abs().max())
