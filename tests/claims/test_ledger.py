@@ -7,8 +7,20 @@ import json
 import math
 
 import pytest
+import torch
 
-from cumulant.claims import VERDICTS, Claim, Evidence, Picture, Trial, claims, run, select, verdict
+from cumulant.claims import (
+    VERDICTS,
+    Claim,
+    Evidence,
+    Picture,
+    Trial,
+    claims,
+    record,
+    run,
+    select,
+    verdict,
+)
 from cumulant.claims.claim import (
     CORRECTED,
     FAILS,
@@ -76,8 +88,9 @@ def test_names_are_found_as_people_write_them():
     assert [c.id for c in select(["T4", "T1"])] == ["T1", "T4"]
     with pytest.raises(InputError, match=r"no claim 'T34'; the claims are T1, T2, .*T33, "):
         select(["T34"])
-    with pytest.raises(InputError, match="no claim ''"):
-        select([""])
+    for name in ("", "T²", "T4²", "T" + "4" * 5000, "T-4"):
+        with pytest.raises(InputError, match="there is no claim"):
+            select([name])
 
 
 def fake(name="T0", **changes):
@@ -186,6 +199,54 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     assert ledger["claims"][0]["verdict"] == OPEN
     assert ledger["claims"][0]["departs"]
     assert "not finite" in markdown(ledger)
+
+
+def test_errors_that_are_not_finite_are_null_too(tmp_path):
+    number = at_most("x", math.nan, 1.0, "x", error=math.nan, refuted=math.inf)
+    claim = fake(experiment=lambda trial: Evidence([number], "found"))
+    keeper = Keeper([claim], seed=0, quick=True, folder=tmp_path, version="1")
+    keeper.run(claim)
+    assert json.loads(json.dumps(keeper.finish(), allow_nan=False))["claims"][0]["departs"]
+
+
+def test_what_crashed_or_lacked_something_is_tried_again(tmp_path):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    chosen = [fake("a", needs=("no_such_package",)), fake("b", experiment=None), fake("c")]
+    keeper = Keeper(chosen, **settings)
+    rows = [keeper.run(claim) for claim in chosen]
+    assert rows[0]["not_run"]
+    assert rows[1]["crash"]
+    assert tally(rows) == "1 holds, 1 crashed, 1 was not run"
+    assert list(Keeper(chosen, **settings).rows) == ["c"]
+
+
+def test_another_state_of_the_library_begins_anew(tmp_path, monkeypatch):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    Keeper([fake("a")], **settings).run(fake("a"))
+    monkeypatch.setattr(record, "sources", lambda: "other")
+    assert Keeper([fake("a")], **settings).rows == {}
+
+
+def test_a_run_of_some_claims_leaves_an_interrupted_one_alone(tmp_path):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    chosen = [fake("a"), fake("b")]
+    Keeper(chosen, **settings).run(chosen[0])
+    other = Keeper([fake("c")], **settings)
+    other.run(other.claims[0])
+    assert [row["id"] for row in other.finish()["claims"]] == ["c"]
+    assert list(Keeper(chosen, **settings).rows) == ["a"]
+
+
+def test_the_callers_settings_do_not_matter():
+    claim = claims()["T13"]
+    plain = run(claim, quick=True).as_dict()["measured"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            assert run(claim, quick=True).as_dict()["measured"] == plain
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_tally():

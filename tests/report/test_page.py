@@ -528,8 +528,7 @@ def test_ratios_stand_in_order_on_a_logarithmic_scale(browser, page):
     away = torch.tensor(dots) - one
     torch.testing.assert_close(away / away[4], ratios.log() / ratios[4].log(), rtol=1e-3, atol=1e-3)
     assert texts(browser, "#benchmarks > .takeaway") == [
-        "In 2 of 5 comparisons the library takes less than what was measured beside it; the others "
-        "say what a derivative or a statistic costs."
+        "In 2 of 5 comparisons the library takes less than what was measured beside it."
     ]
     browser.run("document.querySelector('#figure-benchmarks .mark').focus()")
     browser.press("ArrowDown")
@@ -552,7 +551,7 @@ def test_the_theme_button_recolors_the_canvas(browser, page):
     assert browser.run(pixel) != light
 
 
-def test_print_is_light_open_and_without_controls(browser, page, tmp_path):
+def test_print_is_light_and_without_controls(browser, page, tmp_path):
     browser.open(page, dark=True)
     browser.media(dark=True, kind="print")
     browser.settle()
@@ -561,13 +560,29 @@ def test_print_is_light_open_and_without_controls(browser, page, tmp_path):
         assert (
             browser.run(f"getComputedStyle(document.querySelector('{hidden}')).display") == "none"
         )
-    assert browser.run("document.querySelectorAll('.entry details:not([open])').length") == 0
     keep(browser, tmp_path, "page-print")
-    printed = browser.pdf()
-    assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= 4
-    browser.media(dark=True)
+
+
+def test_claims_are_open_in_print_and_closed_again(browser, page):
+    browser.open(page)
+    count = "document.querySelectorAll('.entry details[open]').length"
+    before = browser.run(count)
+    sheets = len(re.findall(rb"/Type\s*/Page\b", browser.pdf()))
+    assert browser.run(count) == before
+    browser.run("document.querySelectorAll('.entry details').forEach(d => { d.open = true; })")
+    assert len(re.findall(rb"/Type\s*/Page\b", browser.pdf())) == sheets >= 4
+
+
+@pytest.mark.parametrize("after", ["%", "%E0%A4%A", "nothing", "T4"])
+def test_any_address_shows_the_whole_page(browser, page, after):
+    browser.open(page)
+    browser.errors.clear()
+    browser.run(f"history.replaceState(null, '', '#{after}')")
+    browser.call("Page.reload")
+    time.sleep(1.0)
     browser.settle()
-    assert browser.run("document.querySelectorAll('.entry details[open]').length") == 0
+    assert browser.run("document.querySelectorAll('#figure-benchmarks svg').length") == 1
+    assert browser.errors == []
 
 
 def nastily(value: Any) -> Any:

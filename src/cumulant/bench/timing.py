@@ -86,8 +86,9 @@ def machine() -> str:
             model = next(x.split(":")[1].strip() for x in info if x.startswith("model name"))
     except (OSError, StopIteration):
         pass
+    threads = torch.get_num_threads()
     return (
-        f"{model}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        f"{model}, {threads} thread{'s' * (threads != 1)}, Python {platform.python_version()}, "
         f"torch {torch.__version__}"
     )
 

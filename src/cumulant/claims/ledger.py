@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import time
 import zlib
 from collections.abc import Generator, Iterable
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module, util
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from cumulant.claims.claim import OPEN, Claim, Evidence, Measured, Picture, Trial, Verdict, verdict
 from cumulant.errors import InputError
 
-__all__ = ["Entry", "claims", "lacking", "run", "select"]
+__all__ = ["Entry", "claims", "lacking", "run", "select", "sources"]
 
 FOLDERS = ("theory", "systems")
 
@@ -45,8 +48,7 @@ def select(names: Iterable[str] = ()) -> list[Claim]:
     wanted: set[str] = set()
     for given in names:
         name = given.strip().lower()
-        if name[:1] == "t" and name[1:].isdigit():  # T07 is T7 to a person
-            name = f"t{int(name[1:])}"
+        name = re.sub(r"^t0+(?=[0-9])", "t", name)  # T07 is T7 to a person
         if name not in by_name:
             raise InputError(f"there is no claim {given!r}; the claims are {', '.join(known)}.")
         wanted.add(name)
@@ -84,7 +86,8 @@ class Entry:
         """Everything but the picture, for JSON; numbers that are not finite are None."""
         about = self.claim
         numbers = [
-            asdict(x) | {"value": _plain(x.value), "outcome": x.outcome} for x in self.numbers
+            {name: _plain(value) for name, value in asdict(x).items()} | {"outcome": x.outcome}
+            for x in self.numbers
         ]
         return {
             "id": about.id,
@@ -108,8 +111,8 @@ class Entry:
         }
 
 
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lacking(claim: Claim) -> list[str]:
@@ -125,16 +128,31 @@ def lacking(claim: Claim) -> list[str]:
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
-    """Experiments are many small steps: more threads gain little, stall on a busy machine, and
-    would make the last digits depend on their number.
+def _own_settings() -> Generator[None]:
+    """Whatever the caller has set: gradients, single precision by default, and one thread.
+
+    Experiments are many small steps: more threads gain little, stall on a busy machine, and would
+    make the last digits depend on their number.
     """
-    threads = torch.get_num_threads()
+    threads, kind = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
+        torch.set_default_dtype(kind)
         torch.set_num_threads(threads)
+
+
+@cache
+def sources() -> str:
+    """A digest of the library as it is: what was measured with another is not taken up again."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
@@ -149,7 +167,7 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
         return replace(entry, not_run=need)
     own = zlib.crc32(f"{seed} {claim.id}".encode())
     started = time.perf_counter()
-    with torch.random.fork_rng(), _one_thread():
+    with torch.random.fork_rng(), _own_settings():
         torch.manual_seed(own)
         try:
             evidence: Evidence | None = claim.experiment(Trial(own, quick))

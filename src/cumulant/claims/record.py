@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cumulant.claims.claim import VERDICTS, Claim
-from cumulant.claims.ledger import Entry, run
+from cumulant.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Claim, Evidence
+from cumulant.claims.ledger import Entry, run, sources
 from cumulant.errors import InputError
 from cumulant.figures import as_svg, need_matplotlib
 from cumulant.writing import make_folder, whole_file
 
-__all__ = ["LEDGER", "Keeper", "bound", "markdown", "measured", "tally"]
+__all__ = ["LEDGER", "Keeper", "bound", "markdown", "measured", "outcome", "tally"]
 
 LEDGER, PAGE, PARTIAL, FIGURES = "claims.json", "ledger.md", "claims.partial.json", "figures"
 
@@ -25,7 +25,8 @@ class Keeper:
     """Runs claims one after another and, in a folder, keeps each as it is finished.
 
     An interrupted run leaves its finished claims in claims.partial.json; the same settings again
-    go on from there, others begin anew. An earlier claims.json is replaced at the end only.
+    go on from there; other settings, or another state of the library, begin anew. An earlier
+    claims.json is replaced at the end only.
 
     Args:
         claims: what to run.
@@ -46,16 +47,17 @@ class Keeper:
     ) -> None:
         self.claims, self.folder = claims, folder
         self.about: Row = {"version": version, "seed": seed, "quick": quick}
-        self.pictures = folder is not None
+        self.pictures = folder is not None and _can_draw()
         self.rows: dict[str, Row] = {}
         if folder is not None:
             make_folder(folder)
             make_folder(folder / FIGURES)
             self.rows = self._earlier()
-            try:
-                need_matplotlib()
-            except InputError:
-                self.pictures = False
+
+    @property
+    def done(self) -> int:
+        """How many of the claims asked for are there."""
+        return sum(claim.id in self.rows for claim in self.claims)
 
     def run(self, claim: Claim) -> Row:
         """The claim's row: of an interrupted run if it is there, otherwise by experiment."""
@@ -65,30 +67,34 @@ class Keeper:
             if self.folder is not None:
                 self._draw(entry, row)
             self.rows[claim.id] = row
-            self._write(PARTIAL, complete=False)
+            self._keep(self.rows.values())
         return self.rows[claim.id]
 
     def finish(self) -> Row:
         """The whole ledger, written where there is a folder."""
-        ledger = self._ledger(complete=True)
+        asked = [claim.id for claim in self.claims]
+        rows = [self.rows[name] for name in asked]
+        ledger = {**self.about, "complete": True, "asked": asked, "claims": rows}
         if self.folder is not None:
-            self._write(LEDGER, complete=True)
+            page = markdown(ledger)
+            _write(self.folder / LEDGER, ledger)
             with whole_file(self.folder / PAGE) as part:
-                part.write_text(markdown(ledger), encoding="utf-8")
-            (self.folder / PARTIAL).unlink(missing_ok=True)
+                part.write_text(page, encoding="utf-8")
+            # Other claims of a run that was interrupted stay for it.
+            self._keep(row for name, row in self.rows.items() if name not in asked)
         return ledger
 
-    def _ledger(self, complete: bool) -> Row:
-        asked = [claim.id for claim in self.claims]
-        rows = [self.rows[name] for name in asked if name in self.rows]
-        return {**self.about, "complete": complete, "asked": asked, "claims": rows}
+    def _settings(self) -> Row:
+        """What rows must have in common to stand in one ledger."""
+        return {**self.about, "sources": sources(), "pictures": self.pictures}
 
-    def _write(self, name: str, complete: bool) -> None:
+    def _keep(self, rows: Iterable[Row]) -> None:
         if self.folder is None:
             return
-        content = json.dumps(self._ledger(complete), indent=1, allow_nan=False, ensure_ascii=False)
-        with whole_file(self.folder / name) as part:
-            part.write_text(content + "\n", encoding="utf-8")
+        if kept := list(rows):
+            _write(self.folder / PARTIAL, {"about": self._settings(), "claims": kept})
+        else:
+            (self.folder / PARTIAL).unlink(missing_ok=True)
 
     def _draw(self, entry: Entry, row: Row) -> None:
         """The picture, if there is one; a claim without loses that of an earlier run."""
@@ -102,7 +108,8 @@ class Keeper:
             content = as_svg(entry.picture.draw, entry.picture.size, entry.claim.id)
         except Exception as error:  # a picture that fails is a crash of the experiment
             row["crash"] = f"picture: {type(error).__name__}: {error}".split("\n")[0]
-            row["caption"], row["departs"] = None, True
+            row |= {"caption": None, "departs": True, "verdict": OPEN}
+            path.unlink(missing_ok=True)
             return
         with whole_file(path) as part:
             part.write_text(content, encoding="utf-8")
@@ -112,31 +119,59 @@ class Keeper:
         assert self.folder is not None
         try:
             kept = json.loads((self.folder / PARTIAL).read_text(encoding="utf-8"))
-            rows = {str(row["id"]): dict(row) for row in kept["claims"]}
-            same = all(kept[name] == value for name, value in self.about.items())
-            there = [(self.folder / FIGURES / f"{name}.svg").is_file() for name in rows]
-            drawn = zip(rows.values(), there, strict=True)
-        except (OSError, ValueError, KeyError, TypeError):
+            rows: list[Row] = [dict(row) for row in kept["claims"]] if self._same(kept) else []
+            markdown({**self.about, "claims": rows})  # can they be shown?
+            json.dumps(rows, allow_nan=False).encode()
+            complete = {row["id"]: row for row in rows if set(row) == _FIELDS}
+        except Exception:  # whatever a damaged file makes of itself
             return {}
-        if not same:
-            return {}
-        sound = {row["id"]: row for row, there in drawn if there or row.get("caption") is None}
-        wanted = {claim.id for claim in self.claims}
-        return {name: row for name, row in sound.items() if name in wanted}
+        # What crashed or lacked something is tried again.
+        return {name: row for name, row in complete.items() if self._sound(name, row)}
+
+    def _same(self, kept: Row) -> bool:
+        return bool(kept["about"] == self._settings())
+
+    def _sound(self, name: str, row: Row) -> bool:
+        assert self.folder is not None
+        drawn = row["caption"] is None or (self.folder / FIGURES / f"{name}.svg").is_file()
+        return drawn and row["crash"] is None and row["not_run"] is None
+
+
+_FIELDS = set(Entry(Claim("", "", "", "", "", OPEN, lambda _: Evidence((), "")), 0, True).as_dict())
+
+
+def _can_draw() -> bool:
+    try:
+        need_matplotlib()
+    except InputError:
+        return False
+    return True
+
+
+def _write(path: Path, content: Row) -> None:
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+    with whole_file(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")
 
 
 def tally(rows: Iterable[Mapping[str, Any]]) -> str:
     """How many of each verdict: `30 hold, 9 hold with a correction, ...`."""
-    counts = Counter(str(row["verdict"]) for row in rows)
-    plural = {"holds": "hold", "does not hold in general": "do not hold in general"}
-    parts: list[str] = []
-    for name in VERDICTS:
-        count, many = counts[name], name.replace("holds", "hold")
-        many = plural.get(name, many)
-        verb = ("is " if count == 1 else "are ") if name == "open" else ""
-        if count:
-            parts.append(f"{count} {verb}{name if count == 1 else many}")
-    return ", ".join(parts)
+    counts = Counter(outcome(row) for row in rows)
+    words = {
+        HOLDS: ("holds", "hold"),
+        CORRECTED: ("holds with a correction", "hold with a correction"),
+        FAILS: ("does not hold in general", "do not hold in general"),
+        OPEN: ("is open", "are open"),
+        "crashed": ("crashed", "crashed"),
+        "not run": ("was not run", "were not run"),
+    }
+    told = [(counts[name], words[name]) for name in words if counts[name]]
+    return ", ".join(f"{n} {one if n == 1 else many}" for n, (one, many) in told)
+
+
+def outcome(row: Mapping[str, Any]) -> str:
+    """The verdict, or why there is none: a claim that was not run is not an open question."""
+    return "not run" if row.get("not_run") else "crashed" if row.get("crash") else row["verdict"]
 
 
 def markdown(ledger: Mapping[str, Any]) -> str:
@@ -157,14 +192,14 @@ def markdown(ledger: Mapping[str, Any]) -> str:
         "| | claim | verdict |",
         "|---|---|---|",
     ]
-    lines += [f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {r['verdict']} |" for r in rows]
+    lines += [f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} |" for r in rows]
     for row in rows:
         lines += ["", *_section(row)]
     return "\n".join(lines) + "\n"
 
 
 def _section(row: Row) -> list[str]:
-    lines = [f"## {row['id']}", "", f"**{row['title']}: {row['verdict']}.** {row['statement']}"]
+    lines = [f"## {row['id']}", "", f"**{row['title']}: {outcome(row)}.** {row['statement']}"]
     lines += ["", f"$$\n{row['formula']}\n$$", "", f"Source: {row['source']}."]
     if row["systems"]:
         lines[-1] += f" Known as: {', '.join(row['systems'])}."

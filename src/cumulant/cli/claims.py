@@ -13,7 +13,7 @@ from rich.padding import Padding
 
 from cumulant.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
 from cumulant.claims.ledger import select
-from cumulant.claims.record import LEDGER, Keeper, measured, tally
+from cumulant.claims.record import LEDGER, Keeper, measured, outcome, tally
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
 
@@ -58,8 +58,8 @@ def claims(
         raise InputError("--only needs the id of a claim, such as T14.")
     shown = Console(stderr=as_json, highlight=False, emoji=False)
     keeper = Keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__)
-    if keeper.rows:
-        typer.echo(f"cumulant: going on after {count(len(keeper.rows))} in {output}", err=True)
+    if keeper.done:
+        typer.echo(f"cumulant: going on after {count(keeper.done)} in {output}", err=True)
     with progress_bar() as progress:
         task = progress.add_task("claims", total=len(chosen))
         try:
@@ -74,7 +74,7 @@ def claims(
             raise typer.Exit(130) from None
     ledger = keeper.finish()
     if as_json:
-        typer.echo(json.dumps(ledger, indent=1, allow_nan=False, ensure_ascii=False))
+        typer.echo(json.dumps(ledger, indent=1, allow_nan=False))
     _end(ledger["claims"], output, keeper, None if as_json else shown)
 
 
@@ -87,15 +87,16 @@ def _left(keeper: Keeper, output: Path | None) -> str:
     """What an interrupted run leaves behind."""
     if output is None:
         return "nothing was written"
-    done = f"{len(keeper.rows)} of {len(keeper.claims)} claims are kept in {output}"
+    done = f"{keeper.done} of {len(keeper.claims)} claims are kept in {output}"
     return f"{done}; give the same command again to go on"
 
 
 def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
     """One claim as soon as it is judged; above the bar, where there is one."""
     console = above if above.is_terminal and shown.is_terminal else shown
-    verdict = row["verdict"]
-    head = f"[bold]{row['id']:>4}[/bold]  [{STYLES[verdict]}]{verdict}[/]  {escape(row['title'])}"
+    said = outcome(row)
+    style = STYLES.get(said, "red")
+    head = f"[bold]{row['id']:>4}[/bold]  [{style}]{said}[/]  {escape(row['title'])}"
     console.print(head)
     said = row["crash"] or row["not_run"] or row["finding"]
     console.print(Padding(escape(said), (0, 0, 0, 6)), style="dim")

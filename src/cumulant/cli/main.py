@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -46,6 +47,9 @@ def version(
 
 def main() -> None:
     """Run the command; bad input is one clear line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal that has no such letters
+            stream.reconfigure(errors="replace")
     try:
         app()
     except InputError as error:

@@ -13,6 +13,7 @@ from cumulant.claims.record import tally
 from cumulant.cli.claims import count
 from cumulant.cli.progress import progress_bar
 from cumulant.errors import InputError
+from cumulant.pages import ready
 from cumulant.report import finish, gather, render
 from cumulant.writing import make_folder, whole_file
 
@@ -42,6 +43,7 @@ def report(
     """
     from cumulant import __version__
 
+    ready()  # before the work, not after it
     make_folder(output)
     with progress_bar() as progress:
         task = progress.add_task("the report", total=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cumulant.pages.assembling import assemble
+from cumulant.pages.assembling import assemble, ready
 from cumulant.pages.formulas import mathml
 from cumulant.pages.numbers import count, deviation, finite, number, share
 from cumulant.pages.typeset import typeset
@@ -14,6 +14,7 @@ __all__ = [
     "finite",
     "mathml",
     "number",
+    "ready",
     "share",
     "typeset",
 ]

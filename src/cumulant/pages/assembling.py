@@ -14,7 +14,7 @@ from cumulant.errors import InputError
 from cumulant.pages.numbers import fact
 from cumulant.pages.typeset import typeset
 
-__all__ = ["assemble", "embedded"]
+__all__ = ["assemble", "embedded", "ready"]
 
 
 def assemble(
@@ -38,10 +38,7 @@ def assemble(
     Raises:
         InputError: jinja2 is not installed.
     """
-    try:
-        jinja2 = import_module("jinja2")
-    except ModuleNotFoundError:
-        raise InputError("reports need jinja2: pip install 'cumulant[report]'.") from None
+    jinja2 = _need("jinja2")
     trusted = import_module("markupsafe").Markup  # comes with jinja2
     folders = [files(name) for name in packages]
 
@@ -77,3 +74,20 @@ def embedded(value: Any) -> str:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def ready() -> None:
+    """Pages can be made here, or one clear line: for callers who work long before they render.
+
+    Raises:
+        InputError: jinja2 or latex2mathml is not installed.
+    """
+    _need("jinja2")
+    _need("latex2mathml")
+
+
+def _need(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        raise InputError(f"reports need {name}: pip install 'cumulant[report]'.") from None

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cumulant.bench.timing import machine
-from cumulant.claims.ledger import select
+from cumulant.claims.ledger import select, sources
 from cumulant.claims.record import FIGURES, Keeper
 from cumulant.claims.theory.t17 import ANSWER
 from cumulant.errors import InputError
@@ -21,7 +22,7 @@ from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize
 from cumulant.lens.examination import Examination
 from cumulant.lens.examining import Progress, examine
-from cumulant.lens.models import load
+from cumulant.lens.models import DEMO, load
 from cumulant.lens.texts import PASSAGE_SOURCE, passage
 from cumulant.report.page import Parts
 from cumulant.writing import make_folder, whole_file
@@ -30,6 +31,8 @@ __all__ = ["Tell", "finish", "gather"]
 
 STATE, LEDGER = "report.partial.json", "claims"
 BENCHES = ("calculus", "measures", "dynamics", "memory", "contrastive", "filtering", "lens")
+
+OPTIONAL = ("matplotlib", "transformers", DEMO, "filterpy", "statsmodels")
 
 # What is being done, how much of it is done, and how much there is; 0 if nobody knows.
 Tell = Callable[[str, int, int], None]
@@ -49,7 +52,10 @@ def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) ->
         tell: called before each piece of work.
     """
     make_folder(folder)
-    kept = _Kept(folder, {"version": version, "seed": seed, "quick": quick})
+    # What another environment left out is made here.
+    there = [name for name in OPTIONAL if find_spec(name) is not None]
+    about = {"version": version, "seed": seed, "quick": quick, "packages": there}
+    kept = _Kept(folder, {**about, "sources": sources()})
     started, notes = time.monotonic(), list[str]()
     ledger = kept.part("ledger", lambda: _ledger(folder / LEDGER, seed, quick, version, tell))
     figures = _figures(folder / LEDGER, ledger, notes)
@@ -79,7 +85,8 @@ def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) ->
             "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "seconds": round(time.monotonic() - started),
             "seed": seed,
-            "sizes": "quick" if quick else "full",
+            "experiments": "small" if quick else "full",
+            "benchmarks": "small shapes, three rounds",
             "machine": machine(),
         },
         notes=notes,
@@ -100,8 +107,8 @@ class _Kept:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found["about"] == about:
                 self.parts = dict(found["parts"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        except Exception:  # whatever a damaged file makes of itself
+            self.parts = {}
 
     def part(self, name: str, make: Callable[[], Any]) -> Any:
         """The part, made if it is not there."""

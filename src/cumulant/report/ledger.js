@@ -22,7 +22,7 @@ if (byId("ledger")) {
 
   // #T14 opens T14, whatever the filter.
   function follow() {
-    const name = decodeURIComponent(location.hash.slice(1)), entry = entries.find((e) => e.id === name);
+    const entry = entries.find((e) => [e.id, encodeURIComponent(e.id)].includes(location.hash.slice(1)));
     if (!entry) return;
     if (entry.hidden) show("");
     folded(entry).open = true;
@@ -37,8 +37,12 @@ if (byId("ledger")) {
   follow();
 
   let closed = [];
-  matchMedia("print").addEventListener("change", ({ matches }) => {
-    if (matches) closed = entries.filter((e) => !folded(e).open);
-    for (const entry of closed) folded(entry).open = matches;
+  window.addEventListener("beforeprint", () => {
+    closed = entries.filter((e) => !folded(e).open);
+    for (const entry of closed) folded(entry).open = true;
+  });
+  window.addEventListener("afterprint", () => {
+    for (const entry of closed) folded(entry).open = false;
+    closed = [];
   });
 }

@@ -180,5 +180,5 @@ def _cost(rows: Sequence[Mapping[str, Any]]) -> str:
     less = sum(ratio < 1 for ratio in ratios)
     return (
         f"In {less} of {count(len(ratios), 'comparison')} the library takes less than what was "
-        "measured beside it; the others say what a derivative or a statistic costs."
+        "measured beside it."
     )

@@ -125,7 +125,7 @@ def experiment(trial: Trial) -> Evidence:
 
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
-        depth = range(1, len(lost) + 1)
+        depth = range(len(lost))
         for i, (name, label) in enumerate(
             (
                 ("query_key", "W_q, W_k → identity"),
@@ -137,7 +137,7 @@ def experiment(trial: Trial) -> Evidence:
             left.plot(
                 depth, [x[name] for x in lost], "os^D"[i] + "-", ms=4, color=COLORS[i], label=label
             )
-        left.set(xlabel="block", ylabel="relative change of the output", ylim=(0, 1.15))
+        left.set(xlabel="layer", ylabel="relative change of the output", ylim=(0, 1.15))
         left.legend(loc="lower right")
         for i, (name, values) in enumerate(
             (
@@ -146,7 +146,7 @@ def experiment(trial: Trial) -> Evidence:
             )
         ):
             right.plot(depth, values, "o-", ms=4, color=series_color(i), label=name)
-        right.set(xlabel="block", ylabel="sensitivity of the model", ylim=(0, None))
+        right.set(xlabel="layer", ylabel="sensitivity of the model", ylim=(0, None))
         right.legend()
 
     return Evidence(
@@ -191,7 +191,7 @@ def experiment(trial: Trial) -> Evidence:
             ),
         ],
         f"With W_q and W_k the identity, attention in MiniLM misses its output by "
-        f"{median('query_key'):.0%} of its size, no better than with uniform weights "
+        f"{median('query_key'):.0%} of its size, worse than with uniform weights "
         f"({median('uniform'):.0%}); any multiple of the identity for W_v and W_o misses it by "
         f"{median('value_output'):.0%}, one set of weights for all heads by "
         f"{median('heads'):.0%}. The output is {min(ratios):.1f} to {max(ratios):.1f} times as "
@@ -199,7 +199,7 @@ def experiment(trial: Trial) -> Evidence:
         Picture(
             draw,
             "Left: how much of the attention output is lost in each block of MiniLM if one part is "
-            "replaced. With the identity for queries and keys attention is no better than uniform. "
+            "replaced. With the identity for queries and keys attention is worse than uniform. "
             "Right: the model is more sensitive to value and output weights than to the others.",
         ),
     )

@@ -136,8 +136,8 @@ def experiment(trial: Trial) -> Evidence:
                 axes.plot(place, x, "o", ms=3.5, color=series_color(which))
         for which, label in ((0, "best affine map"), (1, "trained weights")):
             axes.plot([], [], "o", ms=4, color=series_color(which), label=label)
-        axes.set(xlabel="block", ylabel="R² of the link", xlim=(0.5, len(found) + 2.2))
-        axes.set_xticks(blocks)
+        axes.set(xlabel="layer", ylabel="R² of the link", xlim=(0.5, len(found) + 2.2))
+        axes.set_xticks(blocks, [str(n - 1) for n in blocks])
         axes.set_ylim(min(-0.6, float(trained.min()) - 0.1), 1.05)
         axes.legend(loc="lower left")
 

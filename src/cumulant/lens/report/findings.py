@@ -151,7 +151,7 @@ def _expansion(data: ReportData) -> Finding | None:
     if norm:
         below = sum(x < 1 for x in norm)
         sentence += (
-            f"; normalization has a ratio of {number(median(norm))}, "
+            f"; the normalizations of a layer together have a ratio of {number(median(norm))}, "
             f"below 1 in {below} of {count(len(norm), 'layer')}"
         )
     feed = _numbers(data, "layers", "feed_forward_expansion")
