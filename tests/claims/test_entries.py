@@ -43,7 +43,7 @@ def test_entry(claim):
 def test_entry_can_be_shown(claim):
     assert "<math" in convert(claim.formula, display="block")
     assert "merror" not in convert(claim.formula, display="block")
-    assert claim.statement.endswith(".")
+    assert claim.statement.rstrip(")").endswith(".")
     assert claim.source
     for path in claim.tests:
         assert (ROOT / path).is_file(), path
