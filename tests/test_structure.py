@@ -15,7 +15,7 @@ SOURCE = Path(cm.__file__).parent
 
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
-    *("errors", "figures", "pages", "kernels", "measures", "attention", "dynamics", "memory"),
+    *("errors", "figures", "pages", "distributed", "kernels", "measures", "attention", "dynamics", "memory"),
     *("contrastive", "filtering", "nn", "lens", "bench", "claims", "report", "cli"),
 ]
 

@@ -41,7 +41,7 @@ from cumulant.measures import (
 )
 
 if TYPE_CHECKING:
-    from cumulant import claims, contrastive, dynamics, filtering, lens, memory, nn
+    from cumulant import claims, contrastive, distributed, dynamics, filtering, lens, memory, nn
     from cumulant.memory import Memory
 
 __version__ = "0.1.0"
@@ -72,6 +72,7 @@ __all__ = [
     "attend_packed",
     "claims",
     "contrastive",
+    "distributed",
     "dynamics",
     "filtering",
     "from_torch",
@@ -88,7 +89,7 @@ __all__ = [
 
 # The parts that stand on attention and measures are imported when they are first asked for, so that
 # whoever wants a derivative of attention does not wait for filters.
-_PARTS = ("claims", "contrastive", "dynamics", "filtering", "lens", "memory", "nn")
+_PARTS = ("claims", "contrastive", "distributed", "dynamics", "filtering", "lens", "memory", "nn")
 
 
 def __getattr__(name: str) -> Any:

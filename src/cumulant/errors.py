@@ -1,4 +1,4 @@
-"""The exceptions: input that cannot mean anything, and work that did not reach its goal."""
+"""The exceptions: input that means nothing, work that missed its goal, ranks that were lost."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ class ConvergenceError(RuntimeError):
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
+
+
+class GroupError(RuntimeError):
+    """Processes of a group that cannot go on together: one died, or they are in different calls."""

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import Call, Window, prepare
+from cumulant.distributed.maps import total
+from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, attention, expectation
-from cumulant.kernels.merge import Shares, mix, mix_entropy, mix_variance, shares
+from cumulant.kernels.merge import HERE, Parts, Pool
 
-__all__ = ["Attended", "attend", "attend_packed", "merge"]
+__all__ = ["Attended", "Fields", "attend", "attend_packed", "joined", "merge"]
 
 
 class Attended:
@@ -83,7 +85,7 @@ class Attended:
 _VECTORS = ("mean", "key_mean", "value_variance")
 
 
-class _Fields:
+class Fields:
     """The fields of `Attended`, from queries, keys and values."""
 
     def __init__(self, call: Call, *, values_are_keys: bool) -> None:
@@ -99,14 +101,16 @@ class _Fields:
 
     def __call__(self, name: str) -> Tensor:
         """One field in the caller's shape and precision."""
+        return finished(self._call, name, self.column(name))
+
+    def column(self, name: str) -> Tensor:
+        """One field as the kernels have it, ``(*batch, M, features)``."""
         if self._seen() != self._versions:
             raise InputError(
                 f"{name} is computed when it is asked for, but an input was changed in place since "
                 "attend was called: ask for the fields first, or clone the input."
             )
-        column: Tensor = getattr(self, name)()
-        out = self._call.finish(column)
-        return out.to(self._call.dtype) if name in _VECTORS else out.squeeze(-1)
+        return getattr(self, name)()
 
     def _moments(self) -> Moments:
         if self._done is None:
@@ -163,13 +167,23 @@ class _Fields:
         arguments, mean = self._call.arguments, self.mean()
         wide = torch.float32 if mean.device.type == "mps" else torch.float64
         value = arguments["value"].to(wide)
-        value = torch.where(value.isfinite(), value, 0.0) - _typical(mean.to(wide), value)
+        center = _typical(mean.to(wide), value)
+        if (ring := self._call.options.ring) is not None:  # values meet queries of other ranks
+            center = center + value.new_zeros(*value.shape[:-2], 1, value.shape[-1])
+            center = total(center, ring.ranks) / ring.ranks.size
+        value = torch.where(value.isfinite(), value, 0.0) - center
         features = value.shape[-1]
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         given["value"] = torch.cat([value, value * value], -1)
         both = attention(given, self._call.options).mean
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
         return variance.to(mean.dtype).masked_fill(~mean.isfinite(), math.nan)
+
+
+def finished(call: Call, name: str, column: Tensor) -> Tensor:
+    """A field in the caller's shape and precision."""
+    out = call.finish(column)
+    return out.to(call.dtype) if name in _VECTORS else out.squeeze(-1)
 
 
 def _typical(mean: Tensor, value: Tensor) -> Tensor:
@@ -183,7 +197,7 @@ def _typical(mean: Tensor, value: Tensor) -> Tensor:
 
 def attend(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | ShardedKeys,
     value: Tensor | None = None,
     *,
     attn_mask: Tensor | None = None,
@@ -198,13 +212,14 @@ def attend(
 
     Args:
         query: ``(*batch, M, d)``.
-        key: ``(*batch, N, d)``.
+        key: ``(*batch, N, d)``, or `cumulant.distributed.ShardedKeys`, which have the values.
         value: ``(*batch, N, e)``; the keys themselves if left out, so that ``mean`` is the
             gradient of G in scale * query.
         attn_mask: boolean (True = may attend; the opposite of ``key_padding_mask``) or added to
             the scores (differentiable); broadcasts to ``(*batch, M, N)``, so padding ``(B, N)``
             goes in as ``mask[:, None, None, :]`` beside heads. Or a causal bias from
-            ``torch.nn.attention.bias``: ``causal_lower_right(M, N)`` aligns to the last key.
+            ``torch.nn.attention.bias``: ``causal_lower_right(M, N)`` aligns to the last key. With
+            sharded keys ``(*batch, M, n)``: the queries of all ranks against this rank's keys.
         is_causal: query i sees keys j <= i (torch's top-left alignment); not with `attn_mask`.
         scale: number, or tensor that broadcasts to the query, such as ``(heads, 1, 1)``
             (differentiable); 1/sqrt(d) if left out.
@@ -218,6 +233,7 @@ def attend(
 
     Raises:
         InputError: the shapes, dtypes or devices do not fit; the message restates the call.
+        GroupError: another rank has died, or is in another call.
 
     >>> import torch, cumulant as cm
     >>> key = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -225,18 +241,21 @@ def attend(
     >>> a.mean, a.log_normalizer.exp(), a.entropy.exp()
     (tensor([[0.5000, 0.5000]]), tensor([2.]), tensor([2.]))
     """
-    call = prepare(
-        "attend",
-        query,
-        key,
-        key if value is None else value,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window=window,
-    )
-    return Attended(_Fields(call, values_are_keys=value is None))
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window": window,
+    }
+    if isinstance(key, ShardedKeys):
+        if value is not None:
+            raise InputError("attend: sharded keys have their values: ShardedKeys(keys, values).")
+        from cumulant.attention.sharded import attend_sharded
+
+        return attend_sharded(query, key, options)
+    call = prepare("attend", query, key, key if value is None else value, **options)
+    return Attended(Fields(call, values_are_keys=value is None))
 
 
 def merge(first: Attended, second: Attended) -> Attended:
@@ -276,27 +295,55 @@ def merge(first: Attended, second: Attended) -> Attended:
     kinds = first.log_normalizer.dtype, second.log_normalizer.dtype
     if kinds[0] != kinds[1]:
         raise InputError(f"merge joins results of one dtype, not of {kinds[0]} and {kinds[1]}.")
-    split = shares(first.log_normalizer, second.log_normalizer)
-    columns = Shares(*(x.unsqueeze(-1) for x in split))
+    both = first, second
+    pool = joined([lambda name, x=x: _column(name, getattr(x, name)) for x in both])
 
     def compute(name: str) -> Tensor:
-        a, b = getattr(first, name), getattr(second, name)
+        a, b = (getattr(x, name) for x in both)
         if a.shape != b.shape:
             raise InputError(
                 f"merge: {name} has shape {tuple(a.shape)} in one result and {tuple(b.shape)} in "
                 "the other; attend both with values of one width."
             )
-        if name == "log_normalizer":
-            return split.log_normalizer
-        if name == "entropy":
-            return mix_entropy(split, a, b)
-        if name == "score_variance":
-            return mix_variance(split, (first.score_mean, a), (second.score_mean, b))
-        if name == "value_variance":
-            return mix_variance(columns, (first.mean, a), (second.mean, b)).to(a.dtype)
-        return mix(columns if name in _VECTORS else split, a, b).to(a.dtype)
+        out = pool(name)
+        return out.to(a.dtype) if name in _VECTORS else out[..., 0]
 
     return Attended(compute)
+
+
+def _column(name: str, x: Tensor) -> Tensor:
+    return x if name in _VECTORS else x[..., None]
+
+
+def joined(sets: Sequence[Callable[[str], Tensor]], parts: Parts = HERE) -> Callable[[str], Tensor]:
+    """The columns of all key sets together, from those of the sets at hand (THEORY T1, T7)."""
+    pools: list[Pool] = []
+    done: dict[str, Tensor] = {}
+
+    def pool() -> Pool:
+        if not pools:
+            pools.append(Pool([each("log_normalizer") for each in sets], parts))
+        return pools[0]
+
+    def mean(name: str) -> Tensor:
+        if name not in done:
+            (done[name],) = pool().means([each(name) for each in sets])
+        return done[name]
+
+    def compute(name: str) -> Tensor:
+        if name == "log_normalizer":
+            return pool().log_normalizer()
+        own = [each(name) for each in sets]  # before the pool: entropy brings G and mean with it
+        if name == "entropy":
+            (surprise,) = pool().means(pool().surprises(own))
+            return pool().entropy(surprise)
+        if name in ("score_variance", "value_variance"):
+            of = "score_mean" if name == "score_variance" else "mean"
+            pairs = [(each(of), x) for each, x in zip(sets, own, strict=True)]
+            return pool().variance(mean(of), pairs)
+        return mean(name)
+
+    return compute
 
 
 def attend_packed(

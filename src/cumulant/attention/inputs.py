@@ -14,11 +14,20 @@ from cumulant.errors import InputError
 from cumulant.kernels.attention import Options
 from cumulant.kernels.tiles import Band
 
-__all__ = ["Call", "Window", "prepare"]
+__all__ = ["Call", "Shard", "Window", "prepare"]
 
 Window = tuple[int | None, int | None]
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The keys of a call are those after so many others, of so many in all; likewise queries."""
+
+    before: int
+    keys: int
+    queries: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ def prepare(
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     window: Window | None = None,
+    shard: Shard | None = None,
 ) -> Call:
     """Check a call of the public function `name` and put it into the kernels' form."""
 
@@ -109,7 +119,9 @@ def prepare(
         raise fail(f"dropout_p must lie in [0, 1], not {dropout_p!r}.")
     groups = _groups(query, key, value, fail) if enable_gqa else None
 
-    band, mask = _band(query, key, attn_mask, is_causal, window, fail)
+    shard = shard or Shard(0, key.shape[-2], query.shape[-2])
+    band, mask = _band(shard.queries, shard.keys, attn_mask, is_causal, window, fail)
+    band = band.shifted(shard.before)
     if mask is not None and mask.device != query.device:
         raise fail("attn_mask must be on the device of the query: move it with .to(query.device).")
     output = autocast or query.dtype
@@ -205,15 +217,14 @@ def _split_heads(name: str, x: Tensor, groups: tuple[int, int]) -> Tensor:
 
 
 def _band(
-    query: Tensor,
-    key: Tensor,
+    m: int,
+    n: int,
     attn_mask: Tensor | None,
     is_causal: bool,
     window: Window | None,
     fail: Callable[[str], InputError],
 ) -> tuple[Band, Tensor | None]:
     """The band of pairs that may meet, and the mask that remains beside it."""
-    m, n = query.shape[-2], key.shape[-2]
     diagonal, causal = 0, is_causal
     if attn_mask is not None and is_causal:
         raise fail(

@@ -18,7 +18,7 @@ from cumulant.contrastive.inputs import (
 from cumulant.contrastive.positives import Aligned, Listed, Masked, Positives, positives_of
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
-from cumulant.kernels.merge import mix_entropy, shares
+from cumulant.kernels.merge import Pool
 from cumulant.kernels.potential import both_normalizers, log_normalizer
 from cumulant.measures.checks import require
 
@@ -281,12 +281,14 @@ def _against_queue(
     against = _Scores(call.query, queue, call.positives, bias, None, None)
     if not details:
         rest = log_normalizer(against.arguments())[..., 0]
-        return _reduced(shares(positive, rest).log_normalizer - positive, reduction, kind)
+        both = Pool([positive, rest])
+        return _reduced(both.log_normalizer() - positive, reduction, kind)
     negative, rest = _entropy(against)
-    split = shares(positive, rest)
-    entropy = mix_entropy(split, torch.zeros_like(negative), negative)
-    loss = _reduced(split.log_normalizer - positive, reduction, kind)
-    return Contrast(loss, split.log_normalizer, entropy, negative.exp())
+    both = Pool([positive, rest])
+    (surprise,) = both.means(both.surprises([torch.zeros_like(negative), negative]))
+    normalizer = both.log_normalizer()
+    loss = _reduced(normalizer - positive, reduction, kind)
+    return Contrast(loss, normalizer, both.entropy(surprise), negative.exp())
 
 
 def _entropy(call: _Scores) -> tuple[Tensor, Tensor]:

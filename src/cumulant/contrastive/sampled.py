@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cumulant.errors import InputError
-from cumulant.kernels.merge import shares
+from cumulant.kernels.merge import Pool
 from cumulant.kernels.potential import log_normalizer
 from cumulant.measures.checks import finite, numbers, require, whole
 
@@ -144,7 +144,7 @@ def sampled_softmax(
             "key_tag": drawn[:, None],
         }
     )[:, 0]
-    return _in_range("sampled_softmax", shares(positive, others).log_normalizer - positive)
+    return _in_range("sampled_softmax", Pool([positive, others]).log_normalizer() - positive)
 
 
 def nce(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from cumulant.kernels import formulas, fused
 from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX, with_scale
-from cumulant.kernels.merge import mix, mix_entropy, shares
+from cumulant.kernels.merge import Pool
+from cumulant.kernels.ring import Ring
 from cumulant.kernels.tiles import (
     Arguments,
     Band,
@@ -42,12 +43,16 @@ _FORWARD_ORDER = ("mean", "log_normalizer", "entropy")
 
 @dataclass(frozen=True)
 class Options:
-    """What is fixed about a call: scale, which pairs may meet, dropout, entropy or not."""
+    """What is fixed about a call: scale, which pairs may meet, dropout, entropy or not.
+
+    With a `ring`, keys and values are those of this rank, and attention is over those of all.
+    """
 
     scale: float = 1.0
     band: Band = Band()
     dropout: float = 0.0
     entropy: bool = False
+    ring: Ring | None = None
 
 
 class Moments(NamedTuple):
@@ -149,11 +154,12 @@ def _stream(options: Options, arguments: Named) -> list[Tensor]:
 
 
 def _merge(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    split = shares(first[1], second[1])
-    merged = [mix(split, first[0], second[0]), split.log_normalizer]
-    if len(first) > 2:
-        merged.append(mix_entropy(split, first[2], second[2]))
-    return merged
+    pool = Pool([first[1], second[1]])
+    if len(first) == 2:
+        (mean,) = pool.means([first[0], second[0]])
+        return [mean, pool.log_normalizer()]
+    mean, surprise = pool.means([first[0], second[0]], pool.surprises([first[2], second[2]]))
+    return [mean, pool.log_normalizer(), pool.entropy(surprise)]
 
 
 def _guarded(arguments: Named) -> Arguments:
@@ -169,7 +175,21 @@ def _guarded(arguments: Named) -> Arguments:
     return out
 
 
+def _around(options: Options, ring: Ring, arguments: Named) -> list[Tensor]:
+    """The same over the keys of all ranks, block by block."""
+    still = {n: x for n, x in arguments.items() if "j" not in INDEX[n]}
+    out: list[Tensor] | None = None
+    for block in ring.blocks({n: x for n, x in arguments.items() if n not in still}):
+        band = options.band.shifted(block.before - ring.queries_before)
+        here = replace(options, band=band, ring=None)
+        part = _forward(here, {**still, **block.arguments})
+        out = part if out is None else _merge(out, part)
+    return out or []
+
+
 def _forward(options: Options, arguments: Named) -> list[Tensor]:
+    if options.ring is not None:
+        return _around(options, options.ring, arguments)
     done = None if options.entropy else fused.forward(arguments, options.scale, options.band)
     out = _stream(options, arguments) if done is None else list(done)
     if removes_keys(arguments, options.band) and has_nan(out):
@@ -192,23 +212,27 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
-        pull=partial(_reverse_over_forward, options=options),
+        pull=None if options.ring else partial(_reverse_over_forward, options=options),
+        ring=options.ring,
     )
     out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
 
 
 def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Arguments | None:
-    """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
-    others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
-    if (
-        others
-        or "cotangent mean" not in arguments
-        or any(r.name == "bias" for r in program.results)
-    ):
+    """The shortcut for the plain case: no cotangent of the entropy, none wanted of the bias."""
+    g, g_G = arguments.get("cotangent mean"), arguments.get("cotangent log_normalizer")
+    if g is None or "cotangent entropy" in arguments:
         return None
-    if any(arguments[r.name].shape != r.shape for r in program.results):
-        return None  # a batch of cotangents for shared arguments
+    if any(r.name == "bias" or arguments[r.name].shape != r.shape for r in program.results):
+        return None  # or a batch of cotangents for shared arguments
+    if g_G is not None:
+        # The mean enters as <g, mean> alone, so gG rides on it: <g, mean - gG g / |g|^2>.
+        size = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        mean = arguments["mean"] - torch.where(g_G == 0, 0.0, g_G / size * (g / size))
+        if not bool(mean.isfinite().all()):
+            return None
+        arguments = {**arguments, "mean": mean}
     return fused.backward(arguments, scale, program.band)
 
 
@@ -355,8 +379,10 @@ def pullback(
         grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
         band=options.band,
         run=partial(_fused_backward, scale=options.scale) if kept is None else _kept_gradient,
-        pull=partial(_reverse_over_reverse, options=options),
-        push=partial(_forward_over_reverse, options=options),
+        # The shortcuts of second order need whole rows, which a ring never holds.
+        pull=None if options.ring else partial(_reverse_over_reverse, options=options),
+        push=None if options.ring else partial(_forward_over_reverse, options=options),
+        ring=options.ring,
     )
     given = {"cotangent " + n: c for n, c in cotangents.items()}
     given |= {"kept " + n: x for n, x in (kept or {}).items()}
@@ -445,5 +471,6 @@ def expectation(
         results=(Result(name, "i", (*batch, m, width)),),
         grid=(m, n),
         band=options.band,
+        ring=options.ring,
     )
     return tile_sum(program, arguments)[name]

@@ -1,57 +1,140 @@
 """Joining results over disjoint key sets: the monoid behind online softmax and sharding.
 
-Over two disjoint sets of keys with log-normalizers G_a and G_b, a key is drawn from the first set
-with probability e^(G_a - G), G = log(e^G_a + e^G_b). Every expectation is then the mixture of the
-two, entropies add by the chain rule and variances by the law of total variance.
+A set of keys with log-normalizer G_a has the share w_a = e^(G_a - G) of the mass, with
+G = log sum_a e^G_a. Every expectation is the mixture of those over the sets, entropies add by the
+chain rule, variances by the law of total variance. The sets may be tiles, chunks of a cache or
+shards on different machines: how sums over them are taken is all that differs (`Parts`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from cumulant.distributed import maps
+from cumulant.distributed.ranks import Ranks
 
-class Shares(NamedTuple):
-    """The joint log-normalizer and the logs of the two probabilities, all ``(*batch, M, 1)``."""
+__all__ = ["HERE", "Parts", "Pool", "over_ranks"]
 
-    log_normalizer: Tensor
-    log_first: Tensor
-    log_second: Tensor
-
-
-def shares(first: Tensor, second: Tensor) -> Shares:
-    """How the mass divides between two key sets. Where both are empty, both shares are zero."""
-    # logaddexp has NaN derivatives at -inf, so the maximum is taken out by hand.
-    peak = torch.maximum(first, second).detach()
-    empty = peak == -math.inf
-    peak = peak.masked_fill(empty, 0.0)
-    total = (first - peak).exp() + (second - peak).exp()
-    base = peak + total.masked_fill(empty, 1.0).log()
-    joint = base.masked_fill(empty, -math.inf)
-    return Shares(joint, first - base, second - base)
+Columns = Sequence[Tensor]
 
 
-def mix(split: Shares, first: Tensor, second: Tensor) -> Tensor:
-    """The expectation over both sets from the expectations over each."""
-    return split.log_first.exp() * first + split.log_second.exp() * second
+@dataclass(frozen=True)
+class Parts:
+    """How sums over key sets are taken, from the columns of those sets that are at hand.
+
+    Attributes:
+        add: columns of each set at hand to their sums over all sets.
+        largest: the entrywise maximum over all sets, without derivative.
+        spread: what `add` made, as each set sees it; the adjoint of `add`.
+        own: of rows as a set sees them, those that `add` leaves here.
+    """
+
+    add: Callable[[Sequence[Columns]], list[Tensor]]
+    largest: Callable[[Sequence[Tensor]], Tensor]
+    spread: Callable[[Tensor], Tensor]
+    own: Callable[[Tensor], Tensor]
 
 
-def mix_entropy(split: Shares, first: Tensor, second: Tensor) -> Tensor:
-    """Chain rule: entropy of the choice plus the mean of the two entropies."""
-    out = torch.zeros_like(first)
-    for log_share, entropy in ((split.log_first, first), (split.log_second, second)):
-        share = log_share.exp()
-        out = out + share * (entropy - log_share.masked_fill(share == 0, 0.0))
-    return out
+def _added(sets: Sequence[Columns]) -> list[Tensor]:
+    """Column by column over the sets at hand."""
+    return [reduce(torch.add, columns) for columns in zip(*sets, strict=True)]
 
 
-def mix_variance(
-    split: Shares, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Law of total variance, from (mean, variance) of each set."""
-    (mean_a, var_a), (mean_b, var_b) = first, second
-    a, b = split.log_first.exp(), split.log_second.exp()
-    return a * var_a + b * var_b + a * b * (mean_a - mean_b) ** 2
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+# All sets are at hand.
+HERE = Parts(
+    add=_added,
+    largest=lambda xs: reduce(torch.maximum, (x.detach() for x in xs)),
+    spread=_same,
+    own=_same,
+)
+
+
+def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
+    """One set of keys on each rank, for the same queries.
+
+    Sums end on every rank, or, if `rows` says how many of the queries are whose, each on its own.
+    """
+
+    def add(sets: Sequence[Columns]) -> list[Tensor]:
+        (columns,) = sets
+        batch = torch.broadcast_shapes(*(x.shape[:-1] for x in columns))
+        whole = torch.cat([x.expand(*batch, x.shape[-1]) for x in columns], -1)
+        summed = maps.total(whole, ranks) if rows is None else back(whole)
+        return list(summed.split([x.shape[-1] for x in columns], -1))
+
+    def back(whole: Tensor) -> Tensor:
+        return maps.scatter_rows(whole, ranks, rows or ())
+
+    def spread(x: Tensor) -> Tensor:
+        return maps.spread(x, ranks) if rows is None else maps.gather_rows(x, ranks, rows)
+
+    def own(x: Tensor) -> Tensor:
+        return x if rows is None else x.split(list(rows), -2)[ranks.rank]
+
+    return Parts(add, lambda xs: maps.largest(xs[0], ranks), spread, own)
+
+
+class Pool:
+    """Key sets brought together, from the log-normalizer ``(*batch, M, 1)`` of each at hand.
+
+    Fields are given as one tensor ``(*batch, M, features)`` for each set at hand. A query that no
+    set has a key for has G = -inf and zeros elsewhere.
+    """
+
+    def __init__(self, normalizers: Sequence[Tensor], parts: Parts = HERE) -> None:
+        # logaddexp has NaN derivatives at -inf, so the maximum is taken out by hand.
+        peak = parts.largest(normalizers)
+        peak = peak.masked_fill(peak == -math.inf, 0.0)
+        self._parts, self._peak = parts, parts.own(peak)
+        self._gaps = [x - peak for x in normalizers]
+        self._weights = [gap.exp() for gap in self._gaps]
+        self._mass: Tensor | None = None
+
+    def means(self, *fields: Sequence[Tensor]) -> list[Tensor]:
+        """sum_a w_a x_a for each field, all in one sum over the sets."""
+        columns: list[list[Tensor]] = [
+            [w * x for x in xs] for w, *xs in zip(self._weights, *fields, strict=True)
+        ]
+        if self._mass is None:
+            columns = [[w, *xs] for w, xs in zip(self._weights, columns, strict=True)]
+            self._mass, *sums = self._parts.add(columns)
+        else:
+            sums = self._parts.add(columns)
+        return [x / self._filled() for x in sums]
+
+    def _filled(self) -> Tensor:
+        """The mass e^(G - peak), 1 where there is none."""
+        if self._mass is None:
+            self._mass = self._parts.add([[w] for w in self._weights])[0]
+        return self._mass.masked_fill(self._mass == 0, 1.0)
+
+    def log_normalizer(self) -> Tensor:
+        """G = log sum_a e^G_a."""
+        filled = self._filled()
+        out = self._peak + filled.log()
+        return out if self._mass is None else out.masked_fill(self._mass == 0, -math.inf)
+
+    def surprises(self, entropies: Sequence[Tensor]) -> list[Tensor]:
+        """The field whose mean is the entropy but for the log of the mass: H_a - (G_a - peak)."""
+        gone = (gap == -math.inf for gap in self._gaps)
+        gaps = [gap.masked_fill(x, 0.0) for gap, x in zip(self._gaps, gone, strict=True)]
+        return [H - gap for H, gap in zip(entropies, gaps, strict=True)]
+
+    def entropy(self, mean_surprise: Tensor) -> Tensor:
+        """H = sum_a w_a (H_a - log w_a), from the mean of `surprises`."""
+        return mean_surprise + self._filled().log()
+
+    def variance(self, mean: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Law of total variance, from the joint mean and (mean, variance) of each set."""
+        center = self._parts.spread(mean)
+        return self.means([variance + (m - center) ** 2 for m, variance in parts])[0]

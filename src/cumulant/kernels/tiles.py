@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cumulant.kernels.eager import eager
+from cumulant.kernels.ring import Ring
 from cumulant.kernels.workspace import Workspace
 
 __all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum", "walk"]
@@ -51,6 +52,11 @@ class Band:
     @property
     def open(self) -> bool:
         return self.lower is None and self.upper is None
+
+    def shifted(self, offset: int) -> Band:
+        """The same pairs where keys are counted from `offset` on, and queries from 0."""
+        sides = (None if x is None else x - offset for x in (self.lower, self.upper))
+        return Band(*sides)
 
     def excludes(self, rows: range, columns: range) -> bool:
         """Whether no pair of the tile may meet."""
@@ -150,7 +156,8 @@ class Program:
     queries (index "j"), keys ("i") or neither ("ij"); it must be written in operations that
     torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `run`, `pull` and
     `push` are optional shortcuts for the value and for the vector-Jacobian and Jacobian-vector
-    products; they return ``None`` when they do not apply.
+    products; they return ``None`` when they do not apply. With a `ring` the keys here are those of
+    this rank alone, and the sum is over the keys of all.
     """
 
     function: AddingFunction
@@ -163,6 +170,7 @@ class Program:
     run: Callable[[Program, Named], Arguments | None] | None = None
     pull: Callable[[Program, Named, Named, Sequence[str]], Arguments | None] | None = None
     push: Callable[[Program, Named, Named], Arguments | None] | None = None
+    ring: Ring | None = None
 
 
 # Longest side of a tile in keys, where there are queries enough to fill it.
@@ -231,6 +239,11 @@ def walk(
 
 def evaluate(program: Program, arguments: Named) -> Arguments:
     """Add up the program's contributions over all tiles (no gradient is recorded)."""
+    if program.ring is not None:
+        return _around(program, program.ring, arguments)
+    done = program.run(program, arguments) if program.run else None
+    if done is not None:
+        return done
     some = next(x for x in arguments.values() if x.is_floating_point())
     totals = {r.name: some.new_zeros(r.shape) for r in program.results}
     where = arguments, program.indices, program.grid, program.band
@@ -247,6 +260,35 @@ def evaluate(program: Program, arguments: Named) -> Arguments:
                         continue
                     target += part if part.shape == target.shape else part.sum_to_size(target.shape)
     return totals
+
+
+def _around(program: Program, ring: Ring, arguments: Named) -> Arguments:
+    """The sum where keys live on ranks: block by block, sums for keys following their block."""
+    moves = {name: "j" in program.indices[name] for name in arguments}
+    still = {name: x for name, x in arguments.items() if not moves[name]}
+    totals: Arguments = {}
+    behind: Arguments = {}
+    blocks = ring.blocks({name: x for name, x in arguments.items() if moves[name]})
+    for step, block in enumerate(blocks):
+        here = replace(
+            program,
+            ring=None,
+            grid=(program.grid[0], block.keys),
+            band=program.band.shifted(block.before - ring.queries_before),
+            results=tuple(
+                replace(r, shape=(*r.shape[:-2], block.keys, r.shape[-1])) if "j" in r.index else r
+                for r in program.results
+            ),
+        )
+        made = evaluate(here, {**still, **block.arguments})
+        for result in program.results:
+            if "j" not in result.index:
+                old = totals.get(result.name)
+                totals[result.name] = made[result.name] if old is None else old + made[result.name]
+        sums = {r.name: made[r.name] for r in program.results if "j" in r.index}
+        if sums:
+            behind = ring.follow({n: x + behind[n] if step else x for n, x in sums.items()}, step)
+    return totals | behind
 
 
 def _vjp(
@@ -342,11 +384,12 @@ class _TileSum(torch.autograd.Function):
     def forward(program: Program, names: tuple[str, ...], *tensors: Tensor) -> Any:
         arguments = dict(zip(names, tensors, strict=True))
         with torch.autocast(tensors[0].device.type, enabled=False):
-            out = program.run(program, arguments) if program.run else None
-            if out is None:
-                out = evaluate(program, arguments)
-            if removes_keys(arguments, program.band) and has_nan(out.values()):
-                out = evaluate(program, _without_garbage(program, arguments))
+            out = evaluate(program, arguments)
+            if removes_keys(arguments, program.band):
+                spoiled = has_nan(out.values())
+                if program.ring.somewhere(spoiled) if program.ring else spoiled:
+                    cleaned = _without_garbage(program, arguments)
+                    out = evaluate(replace(program, run=None), cleaned)
         return tuple(out[r.name] for r in program.results)
 
     @staticmethod

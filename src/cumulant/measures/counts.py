@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from cumulant.errors import InputError
-from cumulant.kernels.merge import shares
+from cumulant.kernels.merge import Pool
 from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.checks import (
     broadcast,
@@ -97,8 +97,8 @@ class Binomial(ExponentialFamily):
 
     def _increment(self, theta: Tensor, eta: Tensor) -> Tensor:
         # Also for p = 0 and p = 1, where theta is infinite.
-        ends = shares(-softplus(theta), eta - softplus(-theta))
-        return (self._count * ends.log_normalizer)[..., 0]
+        ends = Pool([-softplus(theta), eta - softplus(-theta)])
+        return (self._count * ends.log_normalizer())[..., 0]
 
     def _gradient(self, theta: Tensor) -> Tensor:
         return self._count * theta.sigmoid()

@@ -1,0 +1,23 @@
+"""Beyond one machine: keys sharded over the ranks of a torch.distributed group.
+
+`ShardedKeys` is what `cm.attend` and `cm.Memory` take; `total` and `spread`, mutually adjoint, are
+what losses of your own are made of; `traffic` counts what is sent.
+"""
+
+from cumulant.distributed.maps import gather, spread, total
+from cumulant.distributed.ranks import Ranks, Traffic, launched, traffic
+from cumulant.distributed.sharded import ShardedKeys, cheaper_route
+from cumulant.errors import GroupError
+
+__all__ = [
+    "GroupError",
+    "Ranks",
+    "ShardedKeys",
+    "Traffic",
+    "cheaper_route",
+    "gather",
+    "launched",
+    "spread",
+    "total",
+    "traffic",
+]

@@ -1,0 +1,144 @@
+"""Linear maps between what ranks hold, each with its adjoint: why gradients come out right.
+
+A tensor is *replicated* (one vector, of which every rank has a copy) or *local* (one vector for
+each rank, their direct sum). A loss is replicated, and its gradient in a replicated tensor is again
+replicated: whole on every rank, to be counted once. Then the adjoints are
+
+    total   local -> replicated   sum over ranks           adjoint: spread
+    spread  replicated -> local   every rank takes it      adjoint: total
+    gather  local -> local        every rank's rows        adjoint: scatter
+    scatter local -> local        own rows of the sum      adjoint: gather
+
+and one autograd Function serves all four, forward and backward, to any order: the derivative of a
+linear map is itself, and the adjoint of its adjoint is the map. (torch's own collectives count the
+gradient of a replicated loss once for every rank.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.distributed.ranks import Group, Ranks, describe
+
+__all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
+
+_ADJOINT = {"total": "spread", "spread": "total", "gather": "scatter", "scatter": "gather"}
+
+Rows = tuple[int, ...]
+
+
+class _Linear(torch.autograd.Function):
+    """One of the four maps; its derivatives are the same map and its adjoint."""
+
+    @staticmethod
+    def forward(ranks: Ranks, name: str, rows: Rows, x: Tensor) -> Tensor:
+        if name == "total":
+            return ranks.total(x)
+        if name == "spread":
+            return x.clone()
+        return ranks.gather(x, rows) if name == "gather" else ranks.scatter(x, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.ranks, ctx.name, ctx.rows, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, _Linear.apply(ctx.ranks, _ADJOINT[ctx.name], ctx.rows, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return _Linear.apply(ctx.ranks, ctx.name, ctx.rows, grads[3])
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int | None, ...], ranks: Ranks, name: str, rows: Rows, x: Tensor
+    ) -> Any:
+        return _Linear.apply(ranks, name, rows, x.movedim(in_dims[3] or 0, 0)), 0
+
+
+class _Largest(torch.autograd.Function):
+    """The maximum over ranks as a constant."""
+
+    @staticmethod
+    def forward(ranks: Ranks, x: Tensor) -> Tensor:
+        return ranks.largest(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grads: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int | None, ...], ranks: Ranks, x: Tensor
+    ) -> Any:
+        return _Largest.apply(ranks, x.movedim(in_dims[1] or 0, 0)), 0
+
+
+def largest(x: Tensor, ranks: Ranks) -> Tensor:
+    """The entrywise maximum over ranks, without derivative."""
+    return x.detach() if ranks.alone else _Largest.apply(ranks, x.detach())
+
+
+def gather_rows(x: Tensor, ranks: Ranks, rows: Sequence[int]) -> Tensor:
+    """`gather` where it is known how many rows each rank has."""
+    return x if ranks.alone else _Linear.apply(ranks, "gather", tuple(rows), x)
+
+
+def scatter_rows(x: Tensor, ranks: Ranks, rows: Sequence[int]) -> Tensor:
+    """This rank's rows of the sum over ranks; the adjoint of `gather_rows`."""
+    return x if ranks.alone else _Linear.apply(ranks, "scatter", tuple(rows), x)
+
+
+def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
+    """The sum over ranks of what each holds; the adjoint of `spread`.
+
+    A loss that every rank has a part of becomes one replicated loss by it. All ranks must give the
+    same shape.
+
+    >>> import torch, cumulant as cm
+    >>> cm.distributed.total(torch.tensor(2.0))  # without a group: a sum of one
+    tensor(2.)
+    """
+    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    return x if ranks.alone else _Linear.apply(ranks, "total", (), x)
+
+
+def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
+    """A replicated tensor as each rank's own; its gradient is the `total` of theirs.
+
+    Use it where a tensor that all ranks have alike (a query, a temperature) meets what only this
+    rank has, so that its gradient comes out whole on every rank.
+
+    >>> import torch, cumulant as cm
+    >>> cm.distributed.spread(torch.tensor(2.0))
+    tensor(2.)
+    """
+    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    return x if ranks.alone else _Linear.apply(ranks, "spread", (), x)
+
+
+def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:
+    """The rows (dimension -2) of all ranks, in their order, on every rank; uneven parts are fine.
+
+    The gradient of a rank's rows is the sum of what all ranks did with them.
+
+    >>> import torch, cumulant as cm
+    >>> cm.distributed.gather(torch.zeros(3, 2)).shape
+    torch.Size([3, 2])
+    """
+    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    facts = ranks.agree("gather", lambda: {**describe(x=x), "rows": x.shape[-2]}, differ=("rows",))
+    return gather_rows(x, ranks, facts["rows"])

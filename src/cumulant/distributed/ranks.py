@@ -1,0 +1,375 @@
+"""`Ranks`: the processes of a group and what they can do together; no derivatives here.
+
+The only module that knows torch.distributed. Rows are dimension -2; what the ranks hold need not
+have equally many. Every call counts the bytes that this rank sends (`traffic`), and a collective
+that fails becomes a `GroupError` that says what was going on.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cumulant.errors import GroupError, InputError
+
+__all__ = ["Group", "Ranks", "Traffic", "as_fact", "describe", "launched", "traffic"]
+
+# A process group, one dimension of a device mesh, or None for all processes.
+Group = Any
+
+# torch 2.13 renamed these two.
+_torch: Any = dist
+_all_gather: Any = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
+_reduce_scatter: Any = (
+    getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+)
+
+# So many numbers describe a call when the ranks compare what they were given.
+_FACTS = 24
+_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class Traffic:
+    """What this process has sent: bytes, and in how many calls."""
+
+    bytes: float = 0.0
+    calls: int = 0
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def traffic() -> Generator[Traffic]:
+    """Count the bytes that this process sends to others while the context is open.
+
+    Of an algorithm that uses every link evenly, a rank of P sends 2 (P - 1) / P of the array in a
+    sum, (P - 1) / P in a reduce-scatter, P - 1 times its own part in an all-gather.
+
+    >>> import torch, cumulant as cm
+    >>> with cm.distributed.traffic() as sent:  # without a group there is nobody to send to
+    ...     total = cm.distributed.total(torch.ones(3))
+    >>> sent.bytes
+    0.0
+    """
+    mine = Traffic()
+    _counting.append(mine)
+    try:
+        yield mine
+    finally:
+        _counting.remove(mine)
+
+
+def _count(sent: float) -> None:
+    for each in _counting:
+        each.bytes += sent
+        each.calls += 1
+
+
+def _size_of(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Ranks:
+    """The processes of a group, seen from one of them; without torch.distributed a group of one.
+
+    Args:
+        group: a process group, a one-dimensional `DeviceMesh`, or None for all processes.
+
+    Raises:
+        InputError: this process is not in the group, or the mesh has several dimensions.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self.rank, self.size = 0, 1
+        if isinstance(group, dist.DeviceMesh):
+            if group.ndim != 1:
+                names = group.mesh_dim_names or tuple(range(group.ndim))
+                raise InputError(
+                    f"group must be one dimension of a device mesh, but this one has "
+                    f"{group.ndim}: take one of them, such as mesh[{names[0]!r}]."
+                )
+            group = group.get_group()
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise InputError(
+                    "this process is not in the group that was given; only its members may call."
+                )
+            raise InputError(
+                "group must be a torch.distributed process group, one dimension of a DeviceMesh, "
+                f"or None for all processes, not a {type(group).__name__}."
+            )
+        self.group: Any = group
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise InputError(
+                    "a group was given, but torch.distributed is not initialized (any more): call "
+                    "init_process_group first."
+                )
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise InputError(
+                "this process is not in the group that was given; only its members may call."
+            )
+
+    def __repr__(self) -> str:
+        return f"Ranks(rank {self.rank} of {self.size})"
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.size == 1
+
+    @contextmanager
+    def _talking(self, what: str, sent: float) -> Generator[None]:
+        _count(sent)
+        started = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            took = time.monotonic() - started
+            raise GroupError(
+                f"{what} failed on rank {self.rank} of {self.size} after {took:.1f} s: another "
+                "rank has died or left, or is in another call than this one (ranks must make the "
+                "same calls in the same order, with the same group). The group cannot be used any "
+                f"more; start again. torch says: {str(error).strip().splitlines()[0][:200]}"
+            ) from error
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks, on every rank."""
+        return self._reduced(x, dist.ReduceOp.SUM, "a sum over ranks")
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The entrywise maximum over ranks, on every rank."""
+        return self._reduced(x, dist.ReduceOp.MAX, "a maximum over ranks")
+
+    def _reduced(self, x: Tensor, how: Any, what: str) -> Tensor:
+        if self.alone:
+            return x.clone()
+        out = x.contiguous().clone()
+        with self._talking(what, 2 * (self.size - 1) / self.size * _size_of(out)):
+            dist.all_reduce(out, how, group=self.group)
+        return out
+
+    def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The rows of all ranks, in their order, on every rank; rank r brings ``rows[r]``.
+
+        Uneven parts are padded to the longest, which is what a rank then sends.
+        """
+        if self.alone:
+            return x.clone()
+        most = max(rows)
+        part = _front(x, most)
+        out = part.new_empty(self.size * most, *part.shape[1:])
+        with self._talking("an all-gather", (self.size - 1) * _size_of(part)):
+            _all_gather(out, part, group=self.group)
+        if min(rows) < most:
+            out = torch.cat([out[r * most : r * most + n] for r, n in enumerate(rows)])
+        return out.movedim(0, -2)
+
+    def scatter(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The rows of this rank in the sum over ranks; the other way round than `gather`."""
+        if self.alone:
+            return x.clone()
+        most = max(rows)
+        parts = x.movedim(-2, 0).split(list(rows))
+        stacked = torch.cat([_padded(part, most) for part in parts])
+        out = stacked.new_empty(most, *stacked.shape[1:])
+        sent = (self.size - 1) / self.size * _size_of(stacked)
+        with self._talking("a reduce-scatter", sent):
+            _reduce_scatter(out, stacked, group=self.group)
+        return out[: rows[self.rank]].movedim(0, -2)
+
+    def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
+        """Send to the next rank and receive from the one before, which has so many rows.
+
+        It begins at once and goes on in the background; the returned function waits for it.
+        """
+        sent = [x.contiguous() for x in tensors]
+        got = [x.new_empty(*x.shape[:-2], rows, x.shape[-1]) for x in sent]
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        what, size = "passing keys around the ring", sum(map(_size_of, sent))
+        with self._talking(what, size):
+            there = (dist.P2POp(dist.isend, x, None, self.group, group_peer=after) for x in sent)
+            back = (dist.P2POp(dist.irecv, x, None, self.group, group_peer=before) for x in got)
+            ops = [op for op in (*there, *back) if op.tensor.numel()]
+            works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> list[Tensor]:
+            with self._talking(what, 0.0):
+                for work in works:
+                    work.wait()
+            sent.clear()
+            return got
+
+        return wait
+
+    def agree(
+        self,
+        what: str,
+        facts: Callable[[], Mapping[str, int]],
+        *,
+        differ: Sequence[str] = (),
+    ) -> dict[str, list[int]]:
+        """Compare what the ranks were given before anything is sent that could not be undone.
+
+        Args:
+            what: the call; all ranks must be in the same one.
+            facts: checks this rank's input and describes it by whole numbers. If it raises, every
+                rank stops: here with that error, elsewhere with one that says so.
+            differ: of these facts, those that need not be equal on all ranks.
+
+        Returns:
+            Each fact of every rank.
+        """
+        error: Exception | None = None
+        given: Mapping[str, int] = {}
+        try:
+            given = facts()
+        except Exception as problem:
+            error = problem
+        if self.alone:
+            if error is not None:
+                raise error
+            return {name: [number] for name, number in given.items()}
+        if len(given) + 2 > _FACTS:
+            raise RuntimeError(f"{what} describes itself by more than {_FACTS - 2} numbers")
+        numbers = [zlib.crc32(what.encode()), int(error is not None), *given.values()]
+        row = torch.tensor(numbers + [0] * (_FACTS - len(numbers)), device=self.device)
+        table = row.new_empty(self.size * _FACTS)
+        with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
+            _all_gather(table, row, group=self.group)
+        rows: list[list[int]] = table.reshape(self.size, _FACTS).tolist()
+        if len({r[0] for r in rows}) > 1:
+            others = [str(i) for i, r in enumerate(rows) if r[0] != rows[self.rank][0]]
+            raise GroupError(
+                f"rank {self.rank} is in {what}, but rank {', '.join(others)} in another call; all "
+                "ranks of a group must make the same calls in the same order."
+            )
+        if any(r[1] for r in rows):
+            if error is not None:
+                raise error
+            bad = ", ".join(str(i) for i, r in enumerate(rows) if r[1])
+            raise GroupError(
+                f"{what}: rank {bad} refused its input, so nothing was computed on rank "
+                f"{self.rank} either; the error there says why."
+            )
+        found = {name: [r[2 + k] for r in rows] for k, name in enumerate(given)}
+        for name in given:
+            if name not in differ and len(set(found[name])) > 1:
+                parts = (f"{_told(name, x)} on rank {i}" for i, x in enumerate(found[name]))
+                raise InputError(
+                    f"{what}: ranks must agree on {name}, but it is {', '.join(parts)}."
+                )
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages live: on the processor if the group talks there."""
+        if self.alone or "cpu" in str(dist.get_backend_config(self.group)):
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+    def objects(self, given: Any) -> list[Any]:
+        """One small Python object of every rank, in their order, on every rank."""
+        if self.alone:
+            return [given]
+        out: list[Any] = [None] * self.size
+        with self._talking("exchanging facts", 0.0):
+            dist.all_gather_object(out, given, group=self.group)
+        return out
+
+
+def _told(name: str, number: int) -> str:
+    """A fact as people say it."""
+    if name.startswith("dtype"):
+        return str(_KINDS[number]).removeprefix("torch.") if number >= 0 else "another"
+    if name == "scale":
+        return f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
+    if name.startswith("whether"):
+        return "yes" if number else "no"
+    return str(_unpacked(number)) if name.startswith("batch") else str(number)
+
+
+def as_fact(number: float) -> int:
+    """A real number as a whole one that stands for it alone."""
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _packed(shape: Sequence[int]) -> int:
+    """A shape as one number that tells different ones apart."""
+    out = 1
+    for size in shape[-3:]:
+        out = out * 2**20 + min(size, 2**20 - 1)
+    return out
+
+
+def _unpacked(number: int) -> tuple[int, ...]:
+    out: list[int] = []
+    while number > 1:
+        number, size = divmod(number, 2**20)
+        out.append(size)
+    return tuple(reversed(out))
+
+
+def describe(**named: Tensor) -> dict[str, int]:
+    """Facts of tensors that ranks must agree on: dtype, batch, features, who wants gradients."""
+    facts: dict[str, int] = {}
+    for name, x in named.items():
+        facts[f"dtype of {name}"] = _KINDS.index(x.dtype) if x.dtype in _KINDS else -1
+        facts[f"batch of {name}"] = _packed(x.shape[:-2])
+        facts[f"features of {name}"] = x.shape[-1]
+        facts[f"whether {name} requires gradients"] = int(x.requires_grad)
+    return facts
+
+
+def _front(x: Tensor, rows: int) -> Tensor:
+    """Rows first, contiguous, padded to so many."""
+    return _padded(x.movedim(-2, 0), rows).contiguous()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    more = rows - x.shape[0]
+    return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
+
+
+@contextmanager
+def launched(timeout: float = 600.0) -> Generator[Ranks]:
+    """The processes that ``torchrun`` started, as a group while the context is open.
+
+    Outside of torchrun, a group of one. A group that is there already is used and left as it is.
+
+    Args:
+        timeout: seconds after which a rank that waits for another gives up with a `GroupError`.
+    """
+    wanted = int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available()
+    if not wanted or dist.is_initialized():
+        yield Ranks()
+        return
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the processes did not find each other: "
+            f"{str(error).strip().splitlines()[0][:200]}. Start them with torchrun."
+        ) from error
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""`ShardedKeys`: keys and values that live on the ranks of a group, each rank its own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from cumulant.distributed.ranks import Group, Ranks, describe
+from cumulant.errors import InputError
+
+__all__ = ["Route", "ShardedKeys", "cheaper_route"]
+
+Route = Literal["gather", "ring"]
+
+
+class ShardedKeys:
+    """Keys and values spread over the ranks of a group; `cm.attend` and `cm.Memory` take them.
+
+    All keys together are those of rank 0, then of rank 1, and so on: the order that causal masks
+    and indices go by. Ranks may have different numbers of them, or none. Every rank must make it,
+    and make the same calls with it in the same order.
+
+    Args:
+        keys: ``(*batch, n, d)``, this rank's own.
+        values: ``(*batch, n, e)``; the keys themselves if left out.
+        group: a process group, one dimension of a `DeviceMesh`, or None for all processes.
+        queries: "replicated": every rank asks the same queries and has all answers; gradients of
+            queries are whole on every rank. "sharded": every rank asks its own.
+        route: for sharded queries, what travels: "gather", queries to the keys and answers back, or
+            "ring", keys past all queries, a shard at a time. The one that sends fewer bytes if left
+            out (`cheaper_route`).
+
+    Raises:
+        InputError: what the ranks hold does not fit together; every rank raises.
+        GroupError: another rank has died, or is in another call.
+
+    Attributes:
+        rows: how many keys each rank has.
+        before: how many keys the ranks before this one have.
+
+    >>> import torch, cumulant as cm
+    >>> shard = cm.distributed.ShardedKeys(torch.eye(2))  # without torch.distributed: one rank
+    >>> cm.attend(torch.zeros(1, 2), shard).mean
+    tensor([[0.5000, 0.5000]])
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        *,
+        group: Group = None,
+        queries: Literal["replicated", "sharded"] = "replicated",
+        route: Route | None = None,
+    ) -> None:
+        self.ranks = Ranks(group)
+        self.keys, self.values = keys, values
+
+        def facts() -> dict[str, int]:
+            _check(keys, values, queries, route)
+            named = {"keys": keys, "values": keys if values is None else values}
+            return {
+                **describe(**named),
+                "whether values are keys": int(values is None),
+                "whether queries are sharded": int(queries == "sharded"),
+                "whether the route is a ring": int(route == "ring"),
+                "whether the route is left open": int(route is None),
+                "rows": keys.shape[-2],
+            }
+
+        found = self.ranks.agree("ShardedKeys", facts, differ=("rows",))
+        self.sharded_queries = queries == "sharded"
+        self.route: Route | None = route
+        self.rows: tuple[int, ...] = tuple(found["rows"])
+        self.before = sum(self.rows[: self.ranks.rank])
+
+    def __len__(self) -> int:
+        """How many keys there are on all ranks."""
+        return sum(self.rows)
+
+    def __repr__(self) -> str:
+        who = "sharded" if self.sharded_queries else "replicated"
+        return (
+            f"ShardedKeys(keys={tuple(self.keys.shape)} of {len(self)}, rank {self.ranks.rank} of "
+            f"{self.ranks.size}, queries {who})"
+        )
+
+
+def _check(keys: Any, values: Any, queries: Any, route: Any) -> None:
+    for name, x in (("keys", keys), ("values", keys if values is None else values)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.is_nested:
+            what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"ShardedKeys: {name} must be a real floating-point tensor (..., n, features), not "
+                f"{what}."
+            )
+    if values is not None and values.shape[-2] != keys.shape[-2]:
+        raise InputError(
+            f"ShardedKeys: keys and values must have the same length, but have {keys.shape[-2]} "
+            f"and {values.shape[-2]}."
+        )
+    if values is not None and (values.dtype, values.device) != (keys.dtype, keys.device):
+        raise InputError("ShardedKeys: keys and values must have one dtype and one device.")
+    if queries not in ("replicated", "sharded"):
+        raise InputError(f"ShardedKeys: queries must be replicated or sharded, not {queries!r}.")
+    if route not in (None, "gather", "ring"):
+        raise InputError(f"ShardedKeys: route must be gather, ring or None, not {route!r}.")
+    if route is not None and queries == "replicated":
+        raise InputError(
+            "ShardedKeys: route is about sharded queries; replicated ones are everywhere already."
+        )
+
+
+def cheaper_route(
+    queries: int, keys: int, features: int, width: int, *, gradients: bool = True
+) -> Route:
+    """What travels when queries and keys are both sharded: whatever sends fewer numbers.
+
+    Counted in units of (P - 1) / P numbers sent by a rank, for M queries and N keys of d features
+    with values of width e, a training step (forward and first gradient) sends ::
+
+        gather: 2 M (d + e + 1) + 2 M       queries there, answers back; the same for gradients;
+                                            and twice M numbers for the common maximum
+        ring:   2 N (d + e) + N (d + e) P / (P - 1)
+
+    of which forward is half of the gather (but for the maximum) and a third of the ring. With
+    P / (P - 1) taken as 1, the ring wins where N is less than about two thirds of M; without
+    gradients where it is less than M.
+
+    >>> import cumulant as cm
+    >>> cm.distributed.cheaper_route(queries=1000, keys=100_000, features=64, width=64)
+    'gather'
+    """
+    there_and_back = queries * (features + width + 1)
+    around = keys * (features + width)
+    if gradients:
+        return "gather" if 2 * there_and_back + 2 * queries <= 3 * around else "ring"
+    return "gather" if there_and_back + 2 * queries <= around else "ring"
