@@ -22,14 +22,20 @@ MOST = 4
 class Crew:
     """Four processes, waiting for work."""
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 30.0) -> None:
+        self._timeout = timeout
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._ends = []
         self._processes = []
         for rank in range(MOST):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, port, timeout), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, rank, port, self._timeout), daemon=True
+            )
             process.start()
             self._ends.append(mine)
             self._processes.append(process)
@@ -40,13 +46,14 @@ class Crew:
         for end in self._ends[:size]:
             end.send((str(path), function.__name__, size, arguments))
         answers = []
-        for rank, end in enumerate(self._ends[:size]):
-            if not end.poll(patience):
-                raise TimeoutError(f"rank {rank} of {size} did not answer in {patience} s")
-            answers.append(end.recv())
-        for rank, (good, answer) in enumerate(answers):
-            if not good:
-                raise AssertionError(f"rank {rank} of {size}:\n{answer}")
+        for end in self._ends[:size]:
+            there = end.poll(patience)
+            answers.append(end.recv() if there else (False, f"no answer in {patience} s"))
+        wrong = [f"rank {r} of {size}:\n{x}" for r, (good, x) in enumerate(answers) if not good]
+        if wrong:  # the others may wait for one that is gone: a new crew for the next test
+            self.close()
+            self._start()
+            raise AssertionError("\n".join(wrong))
         return [answer for _, answer in answers]
 
     def close(self) -> None:
@@ -91,7 +98,8 @@ def _work(pipe, rank: int, port: int, timeout: float) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, MOST + 1)}
+    wait = timedelta(seconds=timeout)  # a new group does not inherit it
+    groups = {n: dist.new_group(list(range(n)), timeout=wait) for n in range(1, MOST + 1)}
     while True:
         path, name, size, arguments = pipe.recv()
         try:

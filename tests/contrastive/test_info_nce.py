@@ -355,7 +355,7 @@ BAD = {
     ),
     "no queue": ({"in_batch": False}, "missing"),
     "queue of another width": ({"queue": torch.zeros(2, 5)}, "one d"),
-    "group": ({"group": object()}, "not available"),
+    "group": ({"group": object()}, "process group"),
 }
 
 

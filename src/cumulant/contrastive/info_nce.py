@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,19 @@ from cumulant.contrastive.inputs import (
     vectors,
     weights,
 )
-from cumulant.contrastive.positives import Aligned, Listed, Masked, Positives, positives_of
+from cumulant.contrastive.positives import (
+    Aligned,
+    Listed,
+    Masked,
+    Positives,
+    label_rows,
+    positives_of,
+)
+from cumulant.contrastive.room import Reduce, Room, nothing
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
-from cumulant.kernels.merge import Pool
+from cumulant.kernels.merge import Pool, over_ranks
 from cumulant.kernels.potential import both_normalizers, log_normalizer
-from cumulant.measures.checks import require
 
 __all__ = ["Contrast", "info_nce", "nt_xent"]
 
@@ -101,6 +108,18 @@ def _joined(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]) 
     return cat(first[0], second[0]), cat(first[1], second[1])
 
 
+class _Local(NamedTuple):
+    """What this process brings, checked."""
+
+    query: Tensor
+    key: Tensor
+    queue: Tensor | None
+    kind: torch.dtype
+    bias: Tensor | None
+    queue_bias: Tensor | None
+    labels: list[Tensor] | None
+
+
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -146,7 +165,14 @@ def info_nce(
         in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
         reduction: "mean" over anchors, "sum" or "none".
         details: also return G, entropy and effective number of negatives, at one more pass or two.
-        group: sharded keys; not available yet.
+        group: of ranks that train together, such as ``torch.distributed.group.WORLD`` or one
+            dimension of a `DeviceMesh`. Anchors and keys are each rank's own, and every anchor
+            meets the keys of all ranks: numbers of keys, in `positives` and `exclude`, count those
+            of rank 0 first, and key i of a rank belongs to its anchor i if they are left out;
+            `labels` and `log_weights` are those of this rank. The loss is that of all anchors, on
+            every rank ("none": of this rank's). Gradients in anchors and keys are those of a single
+            process; of a temperature, as of any weights, each rank has its part of the gradient,
+            which DDP adds up (docs/distributed.md).
 
     Returns:
         The loss, or `Contrast` with `details`. float16 and bfloat16 are computed in float32.
@@ -154,6 +180,7 @@ def info_nce(
     Raises:
         InputError: a temperature that is not positive, a zero vector under cosine, positives that
             are missing, out of range or left out, an empty queue where it is all there is.
+        GroupError: another rank has died, or is in another call.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(8, 16)
@@ -162,8 +189,6 @@ def info_nce(
     >>> torch.allclose(cm.contrastive.info_nce(x, x), exact, atol=1e-5)
     True
     """
-    if group is not None:
-        raise InputError("info_nce: sharded keys (group=) are not available yet; leave it None.")
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"info_nce: reduction must be mean, sum or none, not {reduction!r}.")
     if symmetric and (log_weights is not None or queue is not None or not in_batch):
@@ -171,21 +196,62 @@ def info_nce(
             "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
             "in_batch=False have no meaning; call it twice, once for each side."
         )
-    q, k, extra, kind = vectors(query, key, queue, similarity, temperature)
-    given = positives_of("info_nce", positives, labels, q, k, not_self=is_self(exclude))
-    tags, mask = excluded(exclude, given, q, k)
-    bias, extra_bias = weights(log_weights, k, extra)
-    call = _Scores(q, k, given, bias, mask, tags)
+    room = Room(group)
+
+    def local() -> _Local:
+        q, k, extra, kind = vectors(query, key, queue, similarity, temperature, empty=room.shared)
+        bias, extra_bias = weights(log_weights, k, extra)
+        named = None if labels is None else label_rows("info_nce", labels, q, k)
+        return _Local(q, k, extra, kind, bias, extra_bias, named)
+
+    q, k, extra, kind, bias, extra_bias, named = room.enter(
+        local,
+        {
+            "whether it is symmetric": int(symmetric),
+            "whether losses are reduced": int(reduction != "none"),
+            "whether the temperature requires gradients": _learned(temperature),
+            "whether log_weights require gradients": _learned(log_weights),
+            "whether log_weights are given": int(log_weights is not None),
+            "whether labels are given": int(labels is not None),
+        },
+    )
+    if named is not None:
+        others = named[1].expand(k.shape[:-1])
+        labels = named[0], room.gather(others[..., None])[..., 0]
+    if bias is not None:
+        bias = room.gather(bias.expand(*bias.shape[:-1], k.shape[-2]).mT).mT
+    own, k = room.own, room.gather(k)
+
+    def scores() -> _Scores:
+        if q.shape[-2] == 0:
+            return _Scores(q, k, Aligned(0, k.shape[-2]), bias, None, None)
+        not_self = is_self(exclude)
+        given = positives_of("info_nce", positives, labels, q, k, not_self=not_self, own=own)
+        if room.shared and symmetric and not isinstance(given, Aligned):
+            raise InputError(
+                "info_nce: symmetric over a group needs key i of a rank to belong to its anchor i; "
+                "leave positives and labels out."
+            )
+        if symmetric:
+            _as_many(q, k, own.stop - own.start)
+        tags, mask = excluded(exclude, given, q, k, first=own.start)
+        made = _Scores(q, k, given, bias, mask, tags)
+        if not in_batch:
+            _check_queue(made, extra)
+        return made
+
+    call = room.checked(scores)
+    reduce = Reduce(room, reduction, kind)
     if symmetric:
-        loss, normalizer = _both_sides(call)
+        loss, normalizer = _both_sides(call, room)
     elif in_batch:
         positive = call.positive()
         call = _with_queue(call, extra, extra_bias)
         normalizer = log_normalizer(call.arguments())[..., 0]
         loss = normalizer - positive
     else:
-        return _against_queue(call, extra, extra_bias, reduction, details, kind)
-    out = _reduced(loss, reduction, kind)
+        return _against_queue(call, extra, extra_bias, reduce, details)
+    out = reduce(loss)
     if not details:
         return out
     entropy, _ = _entropy(call)
@@ -194,29 +260,43 @@ def info_nce(
     return Contrast(out, normalizer, entropy, effective)
 
 
-def nt_xent(first: Tensor, second: Tensor, temperature: float | Tensor = 0.5) -> Tensor:
+def _learned(x: Any) -> int:
+    return int(isinstance(x, Tensor) and x.requires_grad)
+
+
+def nt_xent(
+    first: Tensor, second: Tensor, temperature: float | Tensor = 0.5, *, group: Any = None
+) -> Tensor:
     """SimCLR's loss on two views of the same things: each of the 2n is an anchor for all others.
 
     Args:
         first, second: ``(n, d)``; row i of both shows the same thing.
-        temperature: as in `info_nce`.
+        temperature, group: as in `info_nce`.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(8, 16)
     >>> bool(cm.contrastive.nt_xent(x, x) < cm.contrastive.nt_xent(x, x.flip(0)))
     True
     """
-    for name, x in (("first", first), ("second", second)):
-        if not isinstance(x, Tensor) or x.ndim != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"nt_xent: {name} must be a tensor of shape (n, d).")
-    if first.shape != second.shape:
-        raise InputError(
-            f"nt_xent: the views must have one shape, but have {tuple(first.shape)} and "
-            f"{tuple(second.shape)}."
-        )
-    both = torch.cat([first, second])
-    partner = torch.arange(len(both), device=both.device).roll(len(first))
-    return info_nce(both, both, positives=partner, temperature=temperature, exclude="self")
+    room = Room(group)
+
+    def both() -> tuple[Tensor, Tensor]:
+        for name, x in (("first", first), ("second", second)):
+            if not isinstance(x, Tensor) or x.ndim != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(f"nt_xent: {name} must be a tensor of shape (n, d).")
+        if first.shape != second.shape:
+            raise InputError(
+                f"nt_xent: the views must have one shape, but have {tuple(first.shape)} and "
+                f"{tuple(second.shape)}."
+            )
+        views = torch.cat([first, second])
+        return views, views
+
+    views, _ = room.enter(both, {})
+    partner = torch.arange(len(views), device=views.device).roll(len(first)) + room.own.start
+    return info_nce(
+        views, views, positives=partner, temperature=temperature, exclude="self", group=group
+    )
 
 
 def _with_queue(call: _Scores, queue: Tensor | None, bias: Tensor | None) -> _Scores:
@@ -243,28 +323,33 @@ def _untagged(tag: Tensor, more: int) -> Tensor:
     return torch.cat([tag, tag.new_full((*tag.shape[:-2], more, tag.shape[-1]), -2)], -2)
 
 
-def _both_sides(call: _Scores) -> tuple[Tensor, Tensor]:
+def _both_sides(call: _Scores, room: Room) -> tuple[Tensor, Tensor]:
     """The mean of the losses of anchors and keys, and G of the anchors."""
-    m, n = call.query.shape[-2], call.key.shape[-2]
-    if m != n or call.query.shape[:-2] != call.key.shape[:-2]:
+    if not room.shared:
+        G, H = (x[..., 0] for x in both_normalizers(call.arguments()))
+        back = (call.key * call.positives.reversed().center(call.query)).sum(-1)
+        return (G - call.positive() + H - back) / 2, G
+    # Here are all keys, but only some of the anchors that their normalizers sum over.
+    if call.query.shape[-2]:
+        rows, columns = both_normalizers(call.arguments())
+    else:
+        rows, columns = call.query[..., :1], nothing(call.query, call.key)
+    whole = Pool([columns], over_ranks(room.ranks, room.rows)).log_normalizer()
+    return (rows + whole)[..., 0] / 2 - call.positive(), rows[..., 0]
+
+
+def _as_many(query: Tensor, key: Tensor, keys: int) -> None:
+    anchors = query.shape[-2]
+    if anchors != keys or query.shape[:-2] != key.shape[:-2]:
         raise InputError(
-            f"info_nce: symmetric needs as many keys as anchors, but got {tuple(call.query.shape)} "
-            f"and {tuple(call.key.shape)}."
+            f"info_nce: symmetric needs as many keys as anchors, but got {anchors} anchors in "
+            f"batches {tuple(query.shape[:-2])} and {keys} keys in batches "
+            f"{tuple(key.shape[:-2])}."
         )
-    G, H = (x[..., 0] for x in both_normalizers(call.arguments()))
-    back = (call.key * call.positives.reversed().center(call.query)).sum(-1)
-    return (G - call.positive() + H - back) / 2, G
 
 
-def _against_queue(
-    call: _Scores,
-    queue: Tensor | None,
-    bias: Tensor | None,
-    reduction: str,
-    details: bool,
-    kind: torch.dtype,
-) -> Tensor | Contrast:
-    """MoCo: each anchor against its own positive and the queue."""
+def _check_queue(call: _Scores, queue: Tensor | None) -> None:
+    """What comparing with the queue alone needs."""
     if queue is None or queue.shape[-2] == 0:
         raise InputError(
             "info_nce: in_batch=False compares with the queue alone, but the queue is "
@@ -277,17 +362,24 @@ def _against_queue(
         raise InputError(
             "info_nce: exclude is about keys of the batch; with in_batch=False leave it."
         )
+
+
+def _against_queue(
+    call: _Scores, queue: Tensor | None, bias: Tensor | None, reduce: Reduce, details: bool
+) -> Tensor | Contrast:
+    """MoCo: each anchor against its own positive and the queue."""
     positive = call.positive()
+    queue = call.key[..., :0, :] if queue is None else queue  # a rank without anchors needs none
     against = _Scores(call.query, queue, call.positives, bias, None, None)
     if not details:
         rest = log_normalizer(against.arguments())[..., 0]
         both = Pool([positive, rest])
-        return _reduced(both.log_normalizer() - positive, reduction, kind)
+        return reduce(both.log_normalizer() - positive)
     negative, rest = _entropy(against)
     both = Pool([positive, rest])
     (surprise,) = both.means(both.surprises([torch.zeros_like(negative), negative]))
     normalizer = both.log_normalizer()
-    loss = _reduced(normalizer - positive, reduction, kind)
+    loss = reduce(normalizer - positive)
     return Contrast(loss, normalizer, both.entropy(surprise), negative.exp())
 
 
@@ -298,17 +390,3 @@ def _entropy(call: _Scores) -> tuple[Tensor, Tensor]:
     if moments.entropy is None:
         raise RuntimeError("the kernel was asked for the entropy and did not return it")
     return moments.entropy[..., 0], moments.log_normalizer[..., 0]
-
-
-def _reduced(loss: Tensor, reduction: str, kind: torch.dtype) -> Tensor:
-    out = loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-    out = out.to(kind)
-    require(
-        out.isfinite(),
-        lambda: (
-            f"info_nce: the loss left the range of {kind}: the scores, inner products over the "
-            "temperature plus log-weights, are too large, or so is a sum. Scale them down, or use "
-            "a wider dtype."
-        ),
-    )
-    return out

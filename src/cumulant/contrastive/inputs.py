@@ -22,9 +22,18 @@ def is_self(exclude: Any) -> bool:
 
 
 def vectors(
-    query: Any, key: Any, queue: Any, similarity: str, temperature: Any
+    query: Any,
+    key: Any,
+    queue: Any,
+    similarity: str,
+    temperature: Any,
+    *,
+    empty: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Anchors over temperature, keys and queue as scores take them, and the caller's dtype."""
+    """Anchors over temperature, keys and queue as scores take them, and the caller's dtype.
+
+    `empty` allows that there are no anchors or keys here, where other ranks may have some.
+    """
     if similarity not in ("cosine", "dot"):
         raise InputError(f"info_nce: similarity must be cosine or dot, not {similarity!r}.")
     given = {"query": query, "key": key}
@@ -46,7 +55,7 @@ def vectors(
     kind = query.dtype
     for x in given.values():
         kind = torch.promote_types(kind, x.dtype)
-    if 0 in query.shape or 0 in key.shape:
+    if (0 in query.shape or 0 in key.shape) and not empty:
         raise InputError(
             f"info_nce: there must be anchors and keys; got query={tuple(query.shape)}, "
             f"key={tuple(key.shape)}."
@@ -117,9 +126,12 @@ def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
 
 
 def excluded(
-    exclude: Any, positives: Positives, query: Tensor, key: Tensor
+    exclude: Any, positives: Positives, query: Tensor, key: Tensor, *, first: int = 0
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-    """Pairs that do not count, as tags or as a mask of those that do."""
+    """Pairs that do not count, as tags or as a mask of those that do.
+
+    Anchor i is, as a key, number `first` + i.
+    """
     if exclude is None or (isinstance(exclude, Tensor) and exclude.shape[-1:] == (0,)):
         return None, None
     m, n = query.shape[-2], key.shape[-2]
@@ -147,7 +159,7 @@ def excluded(
                 lambda: f"info_nce: exclude must lie between -1 (none) and {n - 1}.",
             )
         else:
-            index = torch.arange(m, device=query.device)[:, None]
+            index = torch.arange(first, first + m, device=query.device)[:, None]
         overlap = positives.includes(index[(None,) * (query.ndim - index.ndim)]).any()
         own = torch.arange(n, device=query.device)[:, None].expand(n, index.shape[-1])
         tags, mask = (index, own), None

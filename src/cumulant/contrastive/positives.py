@@ -12,7 +12,7 @@ from cumulant.errors import InputError
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
 from cumulant.measures.checks import require
 
-__all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "positives_of"]
+__all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "label_rows", "positives_of"]
 
 
 # What every form of positives can do:
@@ -29,27 +29,32 @@ def _expand(x: Tensor, batch: torch.Size, kept: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Aligned:
-    """Key i belongs to anchor i, of so many anchors and keys."""
+    """Key `first` + i belongs to anchor i, of so many anchors and keys."""
 
     anchors: int
     keys: int
+    first: int = 0
+
+    def _own(self) -> slice:
+        return slice(self.first, self.first + self.anchors)
 
     def center(self, key: Tensor) -> Tensor:
-        return key[..., : self.anchors, :]
+        return key[..., self._own(), :]
 
     def reversed(self) -> Aligned:
         return Aligned(self.keys, self.anchors)
 
     def includes(self, index: Tensor) -> Tensor:
-        return index == torch.arange(self.anchors, device=index.device)[:, None]
+        own = torch.arange(self.keys, device=index.device)[self._own()]
+        return index == own[:, None]
 
     def meets(self, mask: Tensor) -> Tensor:
         whole = mask.expand(*mask.shape[:-2], self.anchors, self.keys)
-        return whole.diagonal(dim1=-2, dim2=-1).any()
+        return whole.diagonal(self.first, dim1=-2, dim2=-1).any()
 
     def tags(self, device: torch.device) -> tuple[Tensor, Tensor]:
         own = torch.arange(self.keys, device=device)[:, None]
-        return own[: self.anchors], own
+        return own[self._own()], own
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,13 @@ class _Claimed(Listed):
 class Labeled:
     """By label: numbers from 0 on of the anchors ``(*batch, M)`` and of the keys ``(*batch, N)``.
 
-    `not_self` leaves the pairs (i, i) out.
+    `not_self` leaves the pairs (i, first + i) out.
     """
 
     anchors: Tensor
     keys: Tensor
     not_self: bool
+    first: int = 0
 
     def center(self, key: Tensor) -> Tensor:
         """Sums over classes, then one row for each anchor: linear however many share a label."""
@@ -134,13 +140,13 @@ class Labeled:
         count = counts.gather(-2, mine)
         if self.not_self:
             own = _expand(self._own(), batch, 1)[..., None]
-            total = total - own * key[..., : own.shape[-2], :]
+            total = total - own * key[..., self.first : self.first + own.shape[-2], :]
             count = count - own.to(count.dtype)
         return (total / count).to(kind)
 
     def _own(self) -> Tensor:
         """Which anchors are, as keys, of their own class."""
-        return self.anchors == self.keys[..., : self.anchors.shape[-1]]
+        return self.anchors == self.keys[..., self.first : self.first + self.anchors.shape[-1]]
 
     def reversed(self) -> Labeled:
         other = Labeled(self.keys, self.anchors, self.not_self)
@@ -161,7 +167,8 @@ class Labeled:
         found = _expand(self.keys, batch, 1).gather(-1, at.flatten(-2)).unflatten(-1, at.shape[-2:])
         same = (found == self.anchors[..., None]) & (index >= 0)
         if self.not_self:
-            same = same & (at != torch.arange(at.shape[-2], device=at.device)[:, None])
+            own = torch.arange(at.shape[-2], device=at.device)[:, None] + self.first
+            same = same & (at != own)
         return same
 
     def meets(self, mask: Tensor) -> Tensor:
@@ -214,26 +221,38 @@ _OTHER_SIDE = "info_nce: seen from the keys (symmetric)"
 
 
 def positives_of(
-    owner: str, given: Any, labels: Any, query: Tensor, key: Tensor, *, not_self: bool
+    owner: str,
+    given: Any,
+    labels: Any,
+    query: Tensor,
+    key: Tensor,
+    *,
+    not_self: bool,
+    own: slice | None = None,
 ) -> Positives:
-    """Check what says which pairs belong together; every anchor needs one at least."""
+    """Check what says which pairs belong together; every anchor needs one at least.
+
+    `own` are the keys that came with the anchors, among those of all ranks.
+    """
     m, n = query.shape[-2], key.shape[-2]
-    if not_self and n < m:
+    own = own or slice(0, n)
+    first, mine = own.start, own.stop - own.start
+    if not_self and mine < m:
         raise InputError(
-            f'{owner}: exclude="self" keeps anchor i from key i, but there are {m} anchors and {n} '
-            "keys; exclude takes key numbers too."
+            f'{owner}: exclude="self" keeps anchor i from key i, but there are {m} anchors and '
+            f"{mine} keys; exclude takes key numbers too."
         )
     if given is not None and labels is not None:
         raise InputError(f"{owner}: positives and labels exclude each other; pass one of them.")
     if labels is not None:
-        return _by_label(owner, labels, query, key, not_self=not_self)
+        return _by_label(owner, labels, query, key, not_self=not_self, first=first)
     if given is None:
-        if n < m:
+        if mine < m:
             raise InputError(
                 f"{owner}: without positives, key i belongs to anchor i, but there are {m} anchors "
-                f"and {n} keys. Say which key belongs to which anchor with positives=."
+                f"and {mine} keys. Say which key belongs to which anchor with positives=."
             )
-        return Aligned(m, n)
+        return Aligned(m, n, first)
     pairs = _tensor(owner, "positives", given).to(query.device)
     batch = query.shape[:-2]
     if pairs.dtype == torch.bool:
@@ -273,7 +292,8 @@ def positives_of(
     return Listed(index[(None,) * (query.ndim - index.ndim)], n)
 
 
-def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: bool) -> Positives:
+def label_rows(owner: str, labels: Any, query: Tensor, key: Tensor) -> list[Tensor]:
+    """Labels of anchors and of keys as whole numbers ``(*batch, M)`` and ``(*batch, N)``."""
     both = labels if isinstance(labels, tuple) else (labels, labels)
     if len(both) != 2:
         raise InputError(
@@ -292,10 +312,17 @@ def _by_label(owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: 
             )
         _fits(owner, "labels", row, points.shape[:-1])
         rows.append(row.long()[(None,) * (points.ndim - 1 - row.ndim)])
+    return rows
+
+
+def _by_label(
+    owner: str, labels: Any, query: Tensor, key: Tensor, *, not_self: bool, first: int
+) -> Positives:
+    rows = label_rows(owner, labels, query, key)
     m = rows[0].shape[-1]
     batch = torch.broadcast_shapes(rows[0].shape[:-1], rows[1].shape[:-1])
     number = _ranked(torch.cat([x.expand(*batch, -1) for x in rows], -1))
-    found = Labeled(number[..., :m], number[..., m:], not_self)
+    found = Labeled(number[..., :m], number[..., m:], not_self, first)
     _all_have(owner, found.present())
     return found
 

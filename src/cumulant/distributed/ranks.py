@@ -125,6 +125,13 @@ class Ranks:
                 "this process is not in the group that was given; only its members may call."
             )
 
+    @classmethod
+    def solo(cls) -> Ranks:
+        """This process alone, whatever groups there are."""
+        me = cls.__new__(cls)
+        me.rank, me.size, me.group = 0, 1, None
+        return me
+
     def __repr__(self) -> str:
         return f"Ranks(rank {self.rank} of {self.size})"
 

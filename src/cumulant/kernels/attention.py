@@ -115,6 +115,8 @@ def scores_are_small(options: Options, arguments: Named) -> bool:
     """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
     if "bias" in arguments:
         return False
+    if 0 in (arguments["query"].numel(), arguments["key"].numel()):
+        return True
     longest = (torch.linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
     return abs(options.scale) * math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
 

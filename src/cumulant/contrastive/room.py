@@ -1,0 +1,113 @@
+"""Who trains together: this process alone, or the ranks of a group with their anchors and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cumulant.distributed.maps import gather_rows, total
+from cumulant.distributed.ranks import Ranks, describe
+from cumulant.errors import InputError
+from cumulant.measures.checks import require
+
+__all__ = ["Reduce", "Room", "nothing"]
+
+_T = TypeVar("_T")
+_Pair = TypeVar("_Pair", bound=tuple[Any, ...])
+
+
+class Room:
+    """The ranks of a contrastive loss; without a group, a room of one.
+
+    Every anchor meets the keys of all ranks, so the keys are gathered and their gradients added up
+    on the way back. That sends as much as bringing the anchors to the keys would, and leaves each
+    rank whole rows of scores, whose gradient is made in the same pass as the loss.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.ranks = Ranks.solo() if group is None else Ranks(group)
+        self.shared = not self.ranks.alone
+        self.rows: tuple[int, ...] = ()
+        self.anchors = 0
+
+    def enter(self, prepare: Callable[[], _Pair], facts: dict[str, int]) -> _Pair:
+        """Check this rank's anchors and keys, the first two, and learn how many others have."""
+        made: list[_Pair] = []
+
+        def check() -> dict[str, int]:
+            made.append(prepare())
+            q, k = made[0][:2]
+            counts = {"anchors": q.shape[-2], "keys": k.shape[-2]}
+            return {**describe(anchors=q, keys=k), **facts, **counts}
+
+        found = self.ranks.agree("info_nce", check, differ=("anchors", "keys"))
+        self.rows, self.anchors = tuple(found["keys"]), sum(found["anchors"])
+        if not self.anchors or not sum(self.rows):
+            raise InputError("info_nce: there must be anchors and keys on some rank.")
+        return made[0]
+
+    @property
+    def own(self) -> slice:
+        """Which of all keys are this rank's."""
+        start = sum(self.rows[: self.ranks.rank])
+        return slice(start, start + self.rows[self.ranks.rank])
+
+    def checked(self, make: Callable[[], _T]) -> _T:
+        """What `make` returns; if it raises on one rank, all stop."""
+        if not self.shared:
+            return make()
+        made: list[_T] = []
+
+        def check() -> dict[str, int]:
+            made.append(make())
+            return {}
+
+        self.ranks.agree("info_nce", check)
+        return made[0]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all keys, from those of this rank's."""
+        return gather_rows(x, self.ranks, self.rows)
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """From the losses of this rank's anchors to what the caller asked for."""
+
+    room: Room
+    reduction: str
+    kind: torch.dtype
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        kind = self.kind
+        if self.reduction == "none":
+            out = loss
+        elif not self.room.shared:
+            out = loss.mean() if self.reduction == "mean" else loss.sum()
+        else:
+            out = total(loss.sum(), self.room.ranks)
+            if self.reduction == "mean":
+                out = out / (math.prod(loss.shape[:-1]) * self.room.anchors)
+        out = out.to(kind)
+        require(
+            out.isfinite(),
+            lambda: (
+                f"info_nce: the loss left the range of {kind}: the scores, inner products over the "
+                "temperature plus log-weights, are too large, or so is a sum. Scale them down, or "
+                "use a wider dtype."
+            ),
+        )
+        return out
+
+
+def nothing(query: Tensor, key: Tensor) -> Tensor:
+    """The log of a sum over no anchors for each key, which still knows of anchors and keys.
+
+    A rank without anchors must take part in the backward pass like the others.
+    """
+    return (key * 0.0).sum(-1, keepdim=True) + query.sum() - math.inf

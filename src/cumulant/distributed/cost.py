@@ -1,0 +1,149 @@
+"""What attention over sharded keys costs a rank: bytes, messages, FLOPs, memory, on paper.
+
+The bytes are those that `traffic` counts; docs/scaling.md derives the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cumulant.errors import InputError
+
+__all__ = ["Cost", "Step", "Way", "cost", "seconds"]
+
+Way = Literal["replicated", "gather", "ring"]
+Step = Literal["forward", "training step"]
+
+# Ranks compare 24 whole numbers of 8 bytes, once for the call and once for its field.
+_COMPARISONS, _COMPARED = 2, 24 * 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank does in one step.
+
+    Attributes:
+        bytes: sent to other ranks.
+        messages: collectives and passes to the next rank that this takes.
+        hops: messages one after the other, where collectives go around a ring of ranks.
+        flops: of matrix products alone; a multiplication and an addition are two.
+        memory: bytes of inputs, results and what is under way at once, but for tiles of scores.
+        reads: bytes of keys and values, and copies, that memory must move at least once.
+    """
+
+    bytes: float
+    messages: int
+    hops: int
+    flops: int
+    memory: int
+    reads: int
+
+
+def cost(
+    way: Way,
+    queries: int | Sequence[int],
+    keys: int | Sequence[int],
+    features: int,
+    width: int | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    step: Step = "forward",
+    size: int = 4,
+    batch: int = 1,
+) -> Cost:
+    """What ``cm.attend(query, ShardedKeys(...)).mean`` costs a rank, without masks.
+
+    Args:
+        way: "replicated" queries, or sharded ones that go by "gather" or "ring".
+        queries: of all ranks together; or, unless replicated, how many each rank has.
+        keys: likewise. A number is spread as evenly as it goes, the first ranks having one more.
+        features: of queries and keys.
+        width: of the values; None where the values are the keys.
+        ranks, rank: how many there are, and which one is asked about.
+        step: "forward", or "training step": forward and the gradient in queries, keys and values.
+        size: bytes of a number as given; half precision is computed and mostly sent in float32.
+        batch: how many such problems at once, such as heads.
+
+    Raises:
+        InputError: an unknown way or step, or counts that do not fit the ranks.
+
+    >>> import cumulant as cm
+    >>> one = cm.distributed.cost("replicated", 4096, 10**9, 128, ranks=64)
+    >>> f"{one.memory / 1e9:.1f} GB, {one.flops / 1e12:.1f} TFLOP, {one.bytes / 1e6:.1f} MB sent"
+    '8.0 GB, 32.8 TFLOP, 4.2 MB sent'
+    """
+    if way not in ("replicated", "gather", "ring"):
+        raise InputError(f"cost: way must be replicated, gather or ring, not {way!r}.")
+    if step not in ("forward", "training step"):
+        raise InputError(f"cost: step must be 'forward' or 'training step', not {step!r}.")
+    if not 0 <= rank < ranks or min(features, size, batch) < 1:
+        raise InputError("cost: there must be a rank below ranks, and sizes must be positive.")
+    if way == "replicated" and not isinstance(queries, int):
+        raise InputError("cost: replicated queries are the same on all ranks: give one number.")
+    m, n = _parts("queries", queries, ranks), _parts("keys", keys, ranks)
+    d, e = features, features if width is None else width
+    held = d if width is None else d + e  # numbers stored for a key
+    wide, trained = max(size, 4), step == "training step"
+    P, M, N, others = ranks, sum(m), sum(n), ranks - 1
+    messages, hops = _COMPARISONS, _COMPARISONS * others
+    sent = float(hops * _COMPARED)
+    if way == "ring":
+        # What passes by last is the next rank's own shard, which need not go there.
+        sent += batch * wide * (d + e) * (1 + trained) * (N - n[(rank + 1) % P])
+        sent += batch * wide * (d + e) * N * trained  # sums for keys, all the way home
+        passed = (1 + trained) * others + P * trained
+        messages, hops = messages + passed, hops + passed
+    elif way == "gather":
+        # Parts are padded to the longest; gradients go the same ways back.
+        sent += batch * others * max(m) * (d * size + (e + 1) * wide) * (1 + trained)
+        sent += batch * 2 * others / P * M * wide
+        messages += 3 + 2 * trained
+        hops += (2 + 2 * trained) * others + 2 * others
+    else:
+        sent += batch * 2 * others / P * M * ((e + 2) * wide + d * size * trained)
+        messages += 2 + trained
+        hops += 2 * (2 + trained) * others
+    if P == 1:
+        sent, messages, hops = 0.0, 0, 0
+    here = m[rank] if way == "ring" else M
+    pairs = batch * here * (N if way == "ring" else n[rank])
+    flops = pairs * (2 * d + 2 * e + (6 * d + 4 * e) * trained)
+    copies = (n[rank] * (d + e) + here * d) * wide * (size < wide)
+    memory = n[rank] * held * size + (M if way == "replicated" else m[rank]) * d * size + copies
+    shards = min(others, 2) + 4 * trained if way == "ring" and P > 1 else trained
+    memory += shards * max(n) * (d + e) * wide
+    # Rows of features and of answers that live at once, forward and backward: found by measuring.
+    alive = {"replicated": ((1, 4), (3, 6)), "gather": ((1, 6), (3, 4)), "ring": ((0, 6), (3, 3))}
+    rows = alive[way] if P > 1 else ((0, 1), (1, 2))
+    memory += here * max(a * d + b * (e + 1) for a, b in rows[: 1 + trained]) * wide
+    reads = (1 + trained) * (N if way == "ring" else n[rank]) * held * size
+    reads += 2 * n[rank] * (d + e) * wide * (size < wide)  # copies are written and read
+    return Cost(sent, messages, hops, flops, batch * memory, batch * reads)
+
+
+def seconds(
+    cost: Cost, *, bandwidth: float, flops: float, latency: float = 0.0, memory: float = math.inf
+) -> float:
+    """Estimated time of a step where nothing overlaps: arithmetic or reading, then sending.
+
+    Args:
+        bandwidth: bytes per second that a rank sends.
+        flops: per second, of a rank.
+        latency: seconds of a hop.
+        memory: bytes per second that a rank reads.
+    """
+    work = max(cost.flops / flops, cost.reads / memory)
+    return work + cost.bytes / bandwidth + cost.hops * latency
+
+
+def _parts(name: str, given: int | Sequence[int], ranks: int) -> list[int]:
+    """How many each rank has."""
+    if isinstance(given, int):
+        given = [given // ranks + (r < given % ranks) for r in range(ranks)]
+    if len(given) != ranks or min(given) < 0:
+        raise InputError(f"cost: {name} must be a number, or one for each of {ranks} ranks.")
+    return list(given)
