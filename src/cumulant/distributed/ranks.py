@@ -270,12 +270,13 @@ class Ranks:
                 "ranks of a group must make the same calls in the same order."
             )
         if any(r[1] for r in rows):
+            reasons = self.objects(None if error is None else str(error)[:400])
             if error is not None:
                 raise error
-            bad = ", ".join(str(i) for i, r in enumerate(rows) if r[1])
+            told = "; ".join(f"rank {i}: {x}" for i, x in enumerate(reasons) if x is not None)
             raise GroupError(
-                f"{what}: rank {bad} refused its input, so nothing was computed on rank "
-                f"{self.rank} either; the error there says why."
+                f"{what}: another rank refused its input, so nothing was computed here (rank "
+                f"{self.rank}) either. It says: {told}"
             )
         found = {name: [r[2 + k] for r in rows] for k, name in enumerate(given)}
         for name in given:

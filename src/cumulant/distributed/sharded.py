@@ -75,6 +75,18 @@ class ShardedKeys:
         self.rows: tuple[int, ...] = tuple(found["rows"])
         self.before = sum(self.rows[: self.ranks.rank])
 
+    def again(self, keys: Tensor, values: Tensor | None) -> ShardedKeys:
+        """These keys in place of the old ones; all ranks must do it together."""
+        asked = "sharded" if self.sharded_queries else "replicated"
+        group = self.ranks.group
+        return ShardedKeys(keys, values, group=group, queries=asked, route=self.route)
+
+    def holding(self, keys: Tensor, values: Tensor | None) -> ShardedKeys:
+        """The same shard of the same group with other tensors, as many rows on every rank."""
+        other = ShardedKeys.__new__(ShardedKeys)
+        other.__dict__.update(self.__dict__, keys=keys, values=values)
+        return other
+
     def __len__(self) -> int:
         """How many keys there are on all ranks."""
         return sum(self.rows)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
-from cumulant.kernels.attention import Moments, Options, attention
-from cumulant.kernels.search import largest
 from cumulant.measures.checks import finite, numbers, real, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
 from cumulant.memory.inputs import checked, given_kind, inverse_temperature, out_of_range
 from cumulant.memory.retrieval import Retrieval, Rows, Settled, energy, plan, settle
+from cumulant.memory.stores import Answer, Local, Sharded, Store
 
 __all__ = ["Memory", "Retrieval"]
 
@@ -34,7 +34,10 @@ class Memory:
 
     Args:
         patterns: ``(*sets, N, d)``, not copied; there is no 1/sqrt(d). Images go in flat:
-            ``x.flatten(1)``. States are converted to their dtype.
+            ``x.flatten(1)``. States are converted to their dtype. Or
+            `cumulant.distributed.ShardedKeys`, whose patterns and values live on the ranks of a
+            group: answers are for the patterns of all, and numbers of patterns count those of rank
+            0 first.
         beta: inverse temperature, a positive number, or a tensor that broadcasts to ``sets`` (one
             for each head or set of patterns). Large is precise, small blends patterns.
         values: ``(*sets, N, e)``, stored with the patterns and read by ``retrieve(...).value``.
@@ -51,17 +54,37 @@ class Memory:
     """
 
     def __init__(
-        self, patterns: Tensor, beta: float | Tensor = 1.0, *, values: Tensor | None = None
+        self,
+        patterns: Tensor | ShardedKeys,
+        beta: float | Tensor = 1.0,
+        *,
+        values: Tensor | None = None,
     ) -> None:
-        got = checked("Memory", patterns=patterns, values=values)
+        self._shard: ShardedKeys | None = None
+        if isinstance(patterns, ShardedKeys):
+            self._shard = patterns
+            if values is not None:
+                raise InputError("Memory: sharded patterns have their values: ShardedKeys(x, v).")
+            if len(patterns) == 0:
+                raise InputError("Memory: there must be a pattern on some rank.")
+            patterns, values = patterns.keys, patterns.values
+        spread = self._shard is not None and not self._shard.ranks.alone
+        got = checked("Memory", patterns=patterns, values=values, empty=spread)
         self.patterns, self.values = got["patterns"], got.get("values")
         self._kind = given_kind(patterns, self.patterns)
         self._value_kind = given_kind(patterns if values is None else values, self.patterns)
         self.beta = inverse_temperature("Memory", beta, self.patterns)
 
     def __len__(self) -> int:
-        """How many patterns each set holds."""
-        return self.patterns.shape[-2]
+        """How many patterns each set holds, on all ranks together."""
+        return self._store.count()
+
+    @property
+    def _store(self) -> Store:
+        """What answers for all patterns."""
+        if self._shard is None or self._shard.ranks.alone:
+            return Local(self.patterns)
+        return Sharded(self._shard, self.patterns)
 
     def __repr__(self) -> str:
         beta = self.beta
@@ -73,7 +96,7 @@ class Memory:
 
     def energy(self, state: Tensor) -> Tensor:
         """E(state) >= 0, ``(*batch, Q)``, differentiable to any order (T19)."""
-        xi, restore = self._states("energy", state)
+        xi, restore = self._store.checked(lambda: self._states("energy", state))
         return restore(self._energy(xi))
 
     def retrieve(
@@ -106,19 +129,21 @@ class Memory:
         """
         most, tol = plan("retrieve", steps, tol)
         size = real("retrieve", "step_size", step_size, least=0.0, most=1.0, open_at_least=True)
-        xi, restore = self._states("retrieve", state)
+        store = self._store
+        xi, restore = store.checked(lambda: self._states("retrieve", state))
 
         def update(x: Tensor) -> Tensor:
-            to = self._attend(x, self.patterns).mean
+            to = self._attend(x, self.patterns).mean()
             return to if size == 1.0 else x + size * (to - x)
 
         if most == 0:
             xi = xi.clone()  # the result is not the caller's tensor
-        found = settle(update, xi, most, tol, separate=self.patterns.ndim == 2)
+        separate = self.patterns.ndim == 2
+        found = settle(update, xi, most, tol, separate=separate, still=store.still)
         require(found.state.isfinite(), lambda: self._overflow("retrieve"))
         if tol is None:
             tol = math.sqrt(torch.finfo(xi.dtype).eps)
-            rest = found.change <= tol * self._largest_norm()
+            rest = found.change <= tol * store.largest_norm()
         else:
             rest = found.change <= tol
         return Retrieval(
@@ -131,17 +156,12 @@ class Memory:
     def separation(self) -> Tensor:
         """How far each pattern stands out: min over j != i of <x_i, x_i - x_j>, ``(*sets, N)``.
 
-        Infinite for a pattern that is alone. Differentiable almost everywhere.
+        Infinite for a pattern that is alone. Differentiable almost everywhere; over ranks, where it
+        is that of this rank's patterns, without derivative.
         """
-        x = self.patterns
-        if len(self) == 1:
-            return x.new_full(x.shape[:-1], math.inf)
-        own = torch.arange(len(self), device=x.device)[:, None]
-        tags = {n: own.expand(*x.shape[:-1], 1) for n in ("query_tag", "key_tag")}
-        nearest = largest({"query": x.detach(), "key": x.detach(), **tags}).index
-        other = x.gather(-2, nearest.clamp_min(0).expand_as(x))
-        gaps = (x * (x - other)).sum(-1)
-        require(gaps.isfinite(), lambda: self._overflow("separation"))
+        gaps = self._store.gaps()
+        if len(self) > 1:
+            require(gaps.isfinite(), lambda: self._overflow("separation"))
         return gaps
 
     def error_bound(
@@ -159,13 +179,15 @@ class Memory:
             fixed_point: ``(*batch, Q, d)``; r becomes ``max(r, |fixed_point - x_i|)``, as in the
                 paper, whose bound is for the distance to a fixed point too.
         """
-        xi, restore = self._states("error_bound", state)
-        at = self._index(xi)
-        if index is not None:
-            at = self._rows_of("error_bound", index, state, xi)
-        expanded = self.patterns.expand(*xi.shape[:-2], *self.patterns.shape[-2:])
-        x = expanded.gather(-2, at[..., None].expand(*at.shape, xi.shape[-1]))
-        gap = self.separation().expand(*xi.shape[:-2], len(self)).gather(-1, at)
+        store = self._store
+        xi, restore = store.checked(lambda: self._states("error_bound", state))
+        if index is None:
+            at = self._index(xi)
+        else:
+            at = store.checked(lambda: self._rows_of("error_bound", index, state, xi))
+        rows = torch.cat([self.patterns, self.separation()[..., None]], -1)
+        found = store.take(rows.expand(*xi.shape[:-2], *rows.shape[-2:]), at)
+        x, gap = found[..., :-1], found[..., -1]
         radius = torch.linalg.vector_norm(xi - x, dim=-1)
         if fixed_point is not None:
             rest, _ = self._states("error_bound", fixed_point)
@@ -175,7 +197,7 @@ class Memory:
                     f"but has {tuple(fixed_point.shape)}."
                 )
             radius = torch.maximum(radius, torch.linalg.vector_norm(rest - x, dim=-1))
-        M = self._largest_norm()
+        M = store.largest_norm()
         exponent = self._beta_rows() * (gap - 2 * M * radius)
         if len(self) == 1:
             return restore(torch.zeros_like(exponent))
@@ -187,6 +209,8 @@ class Memory:
         Its weights are proportional to ``exp(beta |x_i|^2 / 2)``. The update is its EM
         (mean-shift) step, and `cumulant.dynamics.block_gibbs` draws from it.
         """
+        if isinstance(store := self._store, Sharded):
+            raise store.refusal("mixture")
         x = self.patterns
         beta = self._beta_rows()
         weights = torch.log_softmax(beta * (x * x).sum(-1) / 2, -1)
@@ -198,40 +222,69 @@ class Memory:
     def add(self, patterns: Tensor, values: Tensor | None = None) -> None:
         """Store more patterns, ``(*sets, n, d)``, after those that are there.
 
-        The whole store is copied once a call: add many at a time.
+        The whole store is copied once a call: add many at a time. Over ranks, each adds to its own
+        (perhaps none), and the numbers of patterns behind them move up.
         """
-        new = self._like_stored("add", patterns, values)
-        self.patterns = torch.cat([self.patterns, new[0]], -2)
-        if self.values is not None:
-            self.values = torch.cat([self.values, new[1]], -2)
+        new = self._store.checked(lambda: self._like_stored("add", patterns, values))
+        self._keep(
+            torch.cat([self.patterns, new[0]], -2),
+            None if self.values is None else torch.cat([self.values, new[1]], -2),
+        )
 
     def replace(
         self, index: Tensor | Sequence[int], patterns: Tensor, values: Tensor | None = None
     ) -> None:
-        """Store ``patterns[..., n, :]`` in place of number ``index[n]``."""
-        at = self._numbers("replace", index)
-        new = self._like_stored("replace", patterns, values)
-        if new[0].shape[-2] != len(at):
-            raise InputError(
-                f"replace: index names {len(at)} patterns, but {new[0].shape[-2]} came."
-            )
-        self.patterns = self.patterns.index_copy(-2, at, new[0])
+        """Store ``patterns[..., n, :]`` in place of number ``index[n]``.
+
+        Over ranks, all are given the same, and each takes what is its own.
+        """
+        store = self._store
+
+        def check() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            at = self._numbers("replace", index)
+            new = self._like_stored("replace", patterns, values)
+            if new[0].shape[-2] != len(at):
+                raise InputError(
+                    f"replace: index names {len(at)} patterns, but {new[0].shape[-2]} came."
+                )
+            return at, new
+
+        at, new = store.checked(check)
+        own = store.own(at)
+        at = at[own] - store.before
+        self.patterns = self.patterns.index_copy(-2, at, new[0][..., own, :])
         if self.values is not None:
-            self.values = self.values.index_copy(-2, at, new[1])
+            self.values = self.values.index_copy(-2, at, new[1][..., own, :])
 
     def remove(self, index: Tensor | Sequence[int]) -> None:
-        """Forget the patterns with these numbers; those behind them move up."""
-        at = self._numbers("remove", index)
-        keep = torch.ones(len(self), dtype=torch.bool, device=self.patterns.device)
-        keep[at] = False
-        if not bool(keep.any()):
-            raise InputError("remove: a memory must keep at least one pattern.")
-        self.patterns = self.patterns[..., keep, :]
-        if self.values is not None:
-            self.values = self.values[..., keep, :]
+        """Forget the patterns with these numbers; those behind them move up.
+
+        Over ranks, all are given the same numbers.
+        """
+        store = self._store
+
+        def check() -> Tensor:
+            at = self._numbers("remove", index)
+            if len(at) == len(self):
+                raise InputError("remove: a memory must keep at least one pattern.")
+            return at
+
+        at = store.checked(check)
+        keep = torch.ones(self.patterns.shape[-2], dtype=torch.bool, device=self.patterns.device)
+        keep[at[store.own(at)] - store.before] = False
+        values = None if self.values is None else self.values[..., keep, :]
+        self._keep(self.patterns[..., keep, :], values)
+
+    def _keep(self, patterns: Tensor, values: Tensor | None) -> None:
+        """These instead of what was stored; the ranks learn how many each has now."""
+        self.patterns, self.values = patterns, values
+        if isinstance(self._store, Sharded) and self._shard is not None:
+            self._shard = self._shard.again(patterns, values)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patterns, values and beta as one safetensors file."""
+        if isinstance(store := self._store, Sharded):
+            raise store.refusal("save")
         exact = None if isinstance(self.beta, Tensor) else torch.float64
         beta = torch.as_tensor(self.beta, dtype=exact)
         tensors = {"patterns": self.patterns.to(self._kind), "beta": beta}
@@ -262,35 +315,26 @@ class Memory:
         """beta against rows ``(*sets, Q)``."""
         return self.beta[..., None] if isinstance(self.beta, Tensor) else self.beta
 
-    def _largest_norm(self) -> Tensor:
-        """M, ``(*sets, 1)``."""
-        return torch.linalg.vector_norm(self.patterns, dim=-1).amax(-1, keepdim=True)
-
-    def _attend(self, xi: Tensor, value: Tensor) -> Moments:
+    def _attend(self, xi: Tensor, value: Tensor) -> Answer:
         """E[value] and G at beta xi."""
-        named = {"query": xi, "key": self.patterns, "value": value}
-        scale = 1.0
         if isinstance(self.beta, Tensor):
-            named["query"] = xi * self.beta[..., None, None]
-        else:
-            scale = self.beta
-        rank = xi.ndim
-        named = {n: x[(None,) * (rank - x.ndim)] for n, x in named.items()}
-        return attention(named, Options(scale=scale))
+            return self._store.attend(xi * self.beta[..., None, None], value, 1.0)
+        return self._store.attend(xi, value, self.beta)
 
     def _energy(self, xi: Tensor) -> Tensor:
-        G = self._attend(xi, self.patterns[..., :0]).log_normalizer[..., 0]
+        G = self._attend(xi, self.patterns[..., :0]).log_normalizer()
         count = torch.full_like(G[..., :1], math.log(len(self)))
         beta = torch.as_tensor(self._beta_rows(), dtype=xi.dtype, device=xi.device)
-        value = energy(xi, G, count, beta, self._largest_norm())
+        value = energy(xi, G, count, beta, self._store.largest_norm())
         require(value.isfinite(), lambda: self._overflow("energy"))
         return value
 
     def _index(self, xi: Tensor) -> Tensor:
-        x = self.patterns.detach()
-        top = largest({"query": xi.detach(), "key": x[(None,) * (xi.ndim - x.ndim)]})
-        require(top.score.isfinite(), lambda: self._overflow("index"))
-        return top.index[..., 0]
+        store = self._store
+        store.checked(lambda: None)  # the ranks must be in the same question
+        score, index = store.best(xi)
+        require(score.isfinite(), lambda: self._overflow("index"))
+        return index
 
     def _overflow(self, what: str) -> str:
         return (
@@ -360,7 +404,8 @@ class Memory:
     def _like_stored(
         self, owner: str, patterns: Tensor, values: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        got = checked(owner, patterns=patterns, values=values)
+        empty = owner == "add" and isinstance(self._store, Sharded)
+        got = checked(owner, patterns=patterns, values=values, empty=empty)
         if (values is None) != (self.values is None):
             need = "has no values" if self.values is None else "needs values for new patterns"
             raise InputError(f"{owner}: this memory {need}.")
@@ -426,4 +471,4 @@ class _Answers:
         if name == "index":
             return self._restore(memory._index(found.state))
         values = memory.patterns if memory.values is None else memory.values
-        return self._restore(memory._attend(found.before, values).mean).to(memory._value_kind)
+        return self._restore(memory._attend(found.before, values).mean()).to(memory._value_kind)

@@ -24,12 +24,14 @@ def out_of_range(owner: str, size: int) -> str:
     return f"{owner}: index must lie between 0 and {size - 1}, the numbers of stored patterns."
 
 
-def checked(owner: str, *, patterns: Tensor, values: Tensor | None) -> dict[str, Tensor]:
-    """Finite patterns ``(*sets, N, d)`` and values of the same length."""
+def checked(
+    owner: str, *, patterns: Tensor, values: Tensor | None, empty: bool = False
+) -> dict[str, Tensor]:
+    """Finite patterns ``(*sets, N, d)`` and values of the same length; `empty` allows N = 0."""
     given = {"patterns": patterns} if values is None else {"patterns": patterns, "values": values}
     got, _ = numbers(owner, **given)
     x = finite(owner, "patterns", got["patterns"])
-    if x.ndim < 2 or 0 in x.shape:
+    if x.ndim < 2 or (0 in x.shape and not (empty and 0 not in (*x.shape[:-2], x.shape[-1]))):
         raise InputError(
             f"{owner}: patterns must have shape (*sets, N, d), N and d at least 1, but have "
             f"{tuple(x.shape)}. A single pattern goes in as x[None]."

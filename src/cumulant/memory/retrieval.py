@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cumulant.measures.checks import real, whole
 
-__all__ = ["Retrieval", "Rows", "Settled", "energy", "plan", "settle"]
+__all__ = ["Retrieval", "Rows", "Settled", "energy", "here", "plan", "settle"]
 
 MOST_STEPS = 1000
 
@@ -36,6 +36,11 @@ def plan(owner: str, steps: Any, tol: Any) -> tuple[int, float | None]:
     return whole(owner, "steps", steps, 0), tol
 
 
+def here(moving: Tensor) -> tuple[Tensor, bool]:
+    """The rows that move, and whether any does, where nobody else is to be asked."""
+    return moving, bool(moving.any())
+
+
 def settle(
     update: Callable[[Tensor], Tensor],
     state: Tensor,
@@ -43,11 +48,13 @@ def settle(
     tol: float | None,
     *,
     separate: bool,
+    still: Callable[[Tensor], tuple[Tensor, bool]] = here,
 ) -> Settled:
     """Update `steps` times, or each row until its change in Euclidean norm is at most `tol`.
 
     A row that has come to rest stays as it is. `separate` says that rows of ``(Q, d)`` can be
-    updated without the others, so that those at rest cost nothing.
+    updated without the others, so that those at rest cost nothing. `still` tells from the rows
+    that move here which go on, and whether any does anywhere.
     """
     rows = state.shape[:-1]
     before = state
@@ -60,8 +67,8 @@ def settle(
             change = torch.linalg.vector_norm((state - before).detach(), dim=-1)
         return Settled(state, before, count + steps, change)
     for _ in range(steps):
-        moving = change > tol
-        if not bool(moving.any()):
+        moving, going = still(change > tol)
+        if not going:
             break
         if separate:
             (where,) = moving.nonzero(as_tuple=True)
