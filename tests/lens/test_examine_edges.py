@@ -546,7 +546,9 @@ def test_the_state_does_not_grow(model, tokenizer, tmp_path):
 
     def look(_):
         state = torch.load(tmp_path / PARTIAL / "state.pt", weights_only=True)
-        del state["probe"]  # samples of hidden states, which fill up to a size of their own
+        del state["recorder"][
+            "probe"
+        ]  # samples of hidden states, which fill up to a size of their own
         content = io.BytesIO()
         torch.save(state, content)
         sizes.append(content.tell())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from cumulant.cli.progress import progress_bar
-from cumulant.errors import InputError
+from cumulant.distributed.ranks import Ranks, launched
+from cumulant.errors import GroupError, InputError
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import Progress, examine
 from cumulant.lens.files import ABOUT, plain, unfinished
 from cumulant.lens.models import load, reason_of
+from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
 from cumulant.writing import make_folder
+
+# Seconds that a process waits for the others: they may be far apart, and one that died is noticed
+# at once.
+PATIENCE = 7 * 86_400.0
 
 
 def lens(
@@ -64,21 +71,52 @@ def lens(
     cumulant lens --model path/to/model --file essay.txt -o essay/
     cumulant lens --jsonl corpus.jsonl --windows -o corpus/
     cumulant lens --file other.txt -o other/ --against essay/
+    torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
     An interrupted run goes on where it stopped if the same command is given
-    again. Columns are defined in examination.json, in the report and in
-    docs/lens.md.
+    again; processes that torchrun started share the texts. Columns are defined
+    in examination.json, in the report and in docs/lens.md.
     """
-    fresh = not output.exists()
-    earlier = None if against is None else Examination.load(against)
-    texts = read(text, file or (), jsonl, field)
-    folder = make_folder(output)
-    before = _stamp(folder)
-    shown = Console(stderr=True)
+    fresh = not output.exists()  # before the processes meet: later, another may have made it
+    with launched(PATIENCE) as ranks:
+        try:
+            _lens(
+                *(model, text, file or (), jsonl, field, output),
+                *(windows, batch_size, against, as_json, fresh, ranks),
+            )
+        except GroupError:
+            if ranks.rank:  # the one that failed says why, and rank 0 repeats it
+                raise typer.Exit(1) from None
+            raise
+
+
+def _lens(
+    model: str | None,
+    text: str | None,
+    files: Sequence[Path],
+    jsonl: Path | None,
+    field: str,
+    output: Path,
+    windows: bool,
+    batch_size: int,
+    against: Path | None,
+    as_json: bool,
+    fresh: bool,
+    ranks: Ranks,
+) -> None:
+    first, shards = ranks.rank == 0, Shards(ranks)
+    with shards.together():
+        earlier = None if against is None else Examination.load(against)
+        texts = read(text, files, jsonl, field)
+        folder = make_folder(output)
+        before = _stamp(folder)
+    shown = Console(stderr=True, quiet=not first)
+    bar = progress_bar()
+    bar.disable = bar.disable or not first
     try:
-        with shown.status("loading the model"):
+        with shown.status("loading the model"), shards.together():
             loaded = load(model)
-        with progress_bar() as progress:
+        with bar as progress:
             task = progress.add_task("examining", total=None)
             started = time.monotonic()
 
@@ -97,23 +135,27 @@ def lens(
                 folder=folder,
                 notes=loaded.notes,
                 progress=tick,
+                group=ranks,
             )
+        if not first:
+            return
         page = found.report(folder / "report.html")
         differences = None if earlier is None else compare(earlier, found)
         if differences is not None:
             differences.to_csv(folder / "comparison.csv", index=False)
     except KeyboardInterrupt:
-        left = _left(folder, fresh, before)
-        typer.echo(f"cumulant: interrupted; {left}", err=True)
+        left = _left(folder, fresh and first, before)
+        if first:
+            typer.echo(f"cumulant: interrupted; {left}", err=True)
         raise typer.Exit(130) from None
-    except InputError:
-        _left(folder, fresh, before)
+    except (InputError, GroupError):
+        _left(folder, fresh and first, before)
         raise
     except OSError as error:
-        _left(folder, fresh, before)
+        _left(folder, fresh and first, before)
         where, why = error.filename or folder, error.strerror or reason_of(error)
         raise InputError(f"cannot write {where}: {why}.") from None
-    whose = None if text or file or jsonl else PASSAGE_SOURCE
+    whose = None if text or files or jsonl else PASSAGE_SOURCE
     if as_json:
         _tell_json(found, page, whose)
         return

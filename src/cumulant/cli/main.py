@@ -13,7 +13,7 @@ from cumulant.cli.filter import filter_series
 from cumulant.cli.lens import lens
 from cumulant.cli.report import report
 from cumulant.cli.simulate import simulate
-from cumulant.errors import InputError
+from cumulant.errors import GroupError, InputError
 
 app = typer.Typer(
     help="Cumulant, the calculus of attention.",
@@ -46,7 +46,7 @@ def version(
 
 
 def main() -> None:
-    """Run the command; bad input is one clear line and exit code 2."""
+    """Run the command; bad input is one clear line and exit code 2, lost processes are code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal that has no such letters
             stream.reconfigure(errors="replace")
@@ -55,6 +55,9 @@ def main() -> None:
     except InputError as error:
         typer.echo(f"cumulant: {error}", err=True)
         sys.exit(2)
+    except GroupError as error:
+        typer.echo(f"cumulant: {error}", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("cumulant: interrupted", err=True)
         sys.exit(130)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulant.attention.attend import Attended, _Fields
+from cumulant.attention.attend import Attended, Fields
 from cumulant.attention.inputs import Call, _split_heads, prepare
 from cumulant.errors import InputError
 from cumulant.kernels.tiles import Band
@@ -92,7 +92,7 @@ class AttentionCall:
 
     def attend(self, query: Tensor | None = None, value: Tensor | None = None) -> Attended:
         """`cumulant.attend` of this call; `query` and `value` stand in for the call's own."""
-        return Attended(_Fields(self.prepared(query, value), values_are_keys=False))
+        return Attended(Fields(self.prepared(query, value), values_are_keys=False))
 
 
 def _wide(mask: Tensor, n: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cumulant.errors import InputError
 from cumulant.lens.models import quiet, reason_of
 
-__all__ = ["Encoded", "batches", "encode", "max_length"]
+__all__ = ["Encoded", "batches", "embeddings", "encode", "fitting", "max_length"]
 
 LENGTH = "max_{}position_embeddings"
 LIMITS = (*(LENGTH.format(x) for x in ("", "encoder_", "decoder_")), "n_positions")
@@ -24,7 +24,8 @@ PADDING = 0.25  # of the tokens in a batch; more, and a new batch is begun
 class Encoded(NamedTuple):
     """Pieces of texts: their ids with special tokens, these as display strings, and their text.
 
-    Without windows, piece i is text i. ``padding`` is the id that fills up batches.
+    Without windows, piece i is text i. ``padding`` is the id that fills up batches; ``overlong``
+    are the texts of which the notes are.
     """
 
     ids: list[list[int]]
@@ -32,6 +33,7 @@ class Encoded(NamedTuple):
     texts: list[int]
     notes: list[str]
     padding: int
+    overlong: tuple[int, ...] = ()
 
 
 def max_length(model: Any, tokenizer: Any = None) -> int | None:
@@ -88,6 +90,7 @@ def encode(
     if overlong not in ("truncate", "windows"):
         raise InputError(f"overlong must be 'truncate' or 'windows', not {overlong!r}.")
     out = Encoded([], [], [], [], getattr(tokenizer, "pad_token_id", None) or 0)
+    overlong_texts: list[int] = []
     with quiet():
         for k, text in enumerate([texts] if isinstance(texts, str) else texts):
             name = names[k] if names is not None else f"text {k}"
@@ -105,6 +108,7 @@ def encode(
                     what += f"the first {limit} are examined; --windows examines all"
                     starts = starts[:1]
                 out.notes.append(what)
+                overlong_texts.append(k)
             for start in starts:
                 ids = [*before, *content[start : start + room], *after]
                 out.ids.append(ids)
@@ -112,7 +116,33 @@ def encode(
                 out.texts.append(k)
     if not out.ids:
         raise InputError("there are no texts; give at least one.")
-    return out
+    return out._replace(overlong=tuple(overlong_texts))
+
+
+def fitting(encoded: Encoded, model: Any, names: Sequence[str]) -> Encoded:
+    """Only tokens that the model has; for padding, which is masked, any one of them does.
+
+    Raises:
+        InputError: the tokenizer is another model's.
+    """
+    size = getattr(embeddings(model), "num_embeddings", None)
+    if size is None:
+        return encoded
+    for ids, text in zip(encoded.ids, encoded.texts, strict=True):
+        if max(ids) >= size:
+            raise InputError(
+                f"the tokenizer does not fit the model: {names[text]} has token {max(ids)}, but "
+                f"the model knows {size} tokens (0 to {size - 1}); take the model's own tokenizer."
+            )
+    return encoded if encoded.padding < size else encoded._replace(padding=0)
+
+
+def embeddings(model: Any) -> Any:
+    """Of the tokens, where the model tells."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _split(tokenizer: Any, text: Any, name: str) -> tuple[list[int], list[int], list[int]]:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cumulant.errors import InputError
-from cumulant.lens.encoding import Encoded, batches, encode, max_length
+from cumulant.lens.encoding import Encoded, batches, encode, fitting, max_length
 from cumulant.lens.examination import Examination
 from cumulant.lens.files import (
     FINISHED,
+    PARTIAL,
     STATE,
     check_parts,
-    claimed,
     clear,
     finish_move,
     is_complete,
@@ -31,26 +30,30 @@ from cumulant.lens.files import (
     part_name,
     read_state,
     read_table,
+    share_name,
     write_state,
     write_table,
 )
 from cumulant.lens.observing import watching
 from cumulant.lens.recorder import Layer, Recorder, Wanted
+from cumulant.lens.shards import Shards, Work, merge_tables
+from cumulant.lens.state import KEPT, NAMED, State, digest_of, identity
+from cumulant.lens.statistics import Top
 from cumulant.lens.summary import (
     HeadSums,
     left_out,
     link_columns,
     model_facts,
     nullable,
+    partition_rows,
     peak_memory,
     sensitivities,
     top_pairs,
     versions,
     weight_columns,
-    weights_digest,
 )
 from cumulant.lens.tables import pandas, token_table
-from cumulant.lens.texts import Text
+from cumulant.lens.texts import Text, named
 from cumulant.writing import make_folder
 
 __all__ = ["Progress", "examine"]
@@ -59,44 +62,16 @@ __all__ = ["Progress", "examine"]
 # interruption loses no more.
 CHUNK, PIECES = 16, 64
 
-# So many inputs are kept for the report (it cuts long ones itself), and so many notes name a text
-# that was too long.
-SHOWN, NAMED = 3, 5
+# So many inputs are kept for the report (it cuts long ones itself).
+SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an examination is: texts done, and of how many if that is known."""
+    """How far this process is: texts done, and of how many if that is known."""
 
     done: int
     total: int | None
-
-
-@dataclass
-class _State:
-    """What must survive an interruption, beside the tables on disk; it does not grow with them.
-
-    ``digest`` is that of the texts done; ``pieces`` of the chunk that follows are done as well, and
-    ``ahead`` is the digest with all of that chunk.
-    """
-
-    texts: int = 0
-    pieces: int = 0
-    parts: int = 0
-    digest: str = ""
-    ahead: str = ""
-    seconds: float = 0.0
-    tokens: int = 0
-    inputs: int = 0
-    overlong: int = 0
-    names: list[str] = field(default_factory=list[str])
-    length: int = 0
-    notes: list[str] = field(default_factory=list[str])
-    shown: list[Any] = field(default_factory=list[Any])
-    first: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-
-_KEPT = ("run", "identity", "sums", "links", "top", "probe", "next_input")
 
 
 def examine(
@@ -110,6 +85,7 @@ def examine(
     folder: str | os.PathLike[str] | None = None,
     notes: Iterable[str] = (),
     progress: Callable[[Progress], None] | None = None,
+    group: Any = None,
 ) -> Examination:
     """Run texts through a Hugging Face model and measure everything the theory names.
 
@@ -132,10 +108,17 @@ def examine(
             after an interruption, neither losing nor repeating a batch.
         notes: what a reader should know of the model.
         progress: called after each batch.
+        group: of processes that share the texts: a torch.distributed process group, or one
+            dimension of a device mesh. All of its ranks must make this call, with the same
+            arguments and a folder that all of them see; rank r of k runs texts r, r + k, ...
+            (``progress`` counts these), rank 0 merges, and every rank returns the whole. None, the
+            default, is this process alone.
 
     Raises:
         InputError: no text, an empty one, a tokenizer of another model, or a folder that holds
-            other texts' work, damaged work, or that of a run that is going on.
+            other texts' work, damaged work, that of a run that is going on, or that of another
+            number of processes.
+        GroupError: another rank has failed, and why, or died.
 
     >>> import cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
@@ -143,45 +126,48 @@ def examine(
     >>> found.heads().shape[0]  # 6 layers of 12 heads
     72
     """
-    if batch_size < 1:
-        raise InputError(f"examine: batch_size must be at least 1, not {batch_size}.")
+    shards = Shards(group)
+    with shards.together():
+        if batch_size < 1:
+            raise InputError(f"examine: batch_size must be at least 1, not {batch_size}.")
+        if group is not None and folder is None:
+            raise InputError("examine: a group needs a folder that all ranks see: give folder=.")
+        label = name or str(getattr(getattr(model, "config", None), "name_or_path", "")) or None
+        label = label or type(model).__name__
+        target = None if folder is None else make_folder(folder)
+        run = _Run(model, tokenizer, label, batch_size, windows, target, shards)
     total = 1 if isinstance(texts, str) else len(texts) if isinstance(texts, list | tuple) else None
-    source = iter(_named(texts))
-    label = name or str(getattr(getattr(model, "config", None), "name_or_path", "")) or None
-    label = label or type(model).__name__
-    target = None if folder is None else make_folder(folder)
-    with claimed(target) as partial:
-        run = _Run(model, tokenizer, label, batch_size, windows, target, partial)
+    total = None if total is None else len(range(shards.rank, total, shards.size))
+    source = shards.own(named(texts))
+    with shards.claimed(target):
+        run.check_ranks()
         if (found := run.completed(source)) is not None:
             return found
-        wanted = Wanted(energy=True, links=1, top=SHOWN, layers=True)
-        with watching(model, wanted) as recorder:
+        # The link is that of the first text, which rank 0 has.
+        wanted = Wanted(energy=True, links=int(shards.rank == 0), top=SHOWN, layers=True)
+        with (
+            shards.working(run.partial),
+            watching(model, wanted, seed=2 * shards.rank) as recorder,
+        ):
             run.restore(recorder, source)
             while chunk := list(islice(source, CHUNK)):
                 for _ in run.take(recorder, chunk):
                     if progress is not None:
                         progress(Progress(run.state.texts, total))
+                    shards.check(run.partial)
             if run.state.pieces:
                 raise run.refusal("other texts")
-            if not run.state.texts:
+            if not run.state.texts and shards.rank == 0:
                 raise InputError("examine: there is no text to examine.")
-        return run.finish(recorder, run.notes(recorder, notes))
-
-
-def _named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> Iterator[Text]:
-    if isinstance(texts, str):
-        texts = [texts]
-    elif isinstance(texts, Mapping):
-        texts = [Text(str(name), content) for name, content in texts.items()]
-    for number, each in enumerate(texts):
-        if isinstance(each, str):
-            yield Text(f"text {number}", each)
-        elif isinstance(each, Text):  # pyright: ignore[reportUnnecessaryIsInstance]
-            yield each
-        else:
-            raise InputError(
-                f"examine: texts must be strings, but text {number} is a {type(each).__name__}."
-            )
+        facts = shards.told(run.facts())
+        with shards.together():
+            if shards.rank == 0:
+                run.merge(recorder, facts)
+                found = run.finish(recorder, run.notes(recorder, notes))
+        if found is None:  # on the other ranks
+            assert target is not None
+            found = Examination.load(target)
+        return found
 
 
 class _Run:
@@ -195,16 +181,18 @@ class _Run:
         batch_size: int,
         windows: bool,
         folder: Path | None,
-        partial: Path | None,
+        shards: Shards,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.batch_size, self.windows = batch_size, windows
-        self.folder, self.partial = folder, partial
-        self.state = _State()
+        self.folder, self.partial = folder, shards.place(folder)
+        self.shards = shards
+        self.state = State()
         self.sums = HeadSums()
         self.tables: list[Any] = []
         self.inputs: list[dict[str, Any]] = []
         self.started = time.perf_counter()
+        self.memory: list[float] = []  # the most that each rank has held, where the system tells
         self.limit = max_length(model, tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -213,26 +201,32 @@ class _Run:
         state = self.state
         digest = state.digest
         for each in chunk:
-            digest = _digest(digest, each)
+            digest = digest_of(digest, each)
         if state.pieces and digest != state.ahead:
             raise self.refusal("other texts")
+        names = [x.name for x in chunk]
         encoded = encode(
             self.tokenizer,
             [x.content for x in chunk],
             self.limit,
             overlong="windows" if self.windows else "truncate",
-            names=[x.name for x in chunk],
+            names=names,
         )
-        encoded = self._fitting(encoded, chunk)
+        encoded = fitting(encoded, self.model, names)
+        numbers = [self.shards.number(state.texts + k) for k in range(len(chunk))]
         for start in range(state.pieces, len(encoded.ids), PIECES):
             some = slice(start, start + PIECES)
-            ids, names = encoded.ids[some], [chunk[k].name for k in encoded.texts[some]]
+            ids, texts = encoded.ids[some], encoded.texts[some]
             table = self._measure(recorder, encoded._replace(ids=ids))
-            inputs = self._name_inputs(ids, encoded.tokens[some], names)
+            inputs = self._name_inputs(ids, encoded.tokens[some], [names[k] for k in texts])
+            if not self.shards.alone:
+                for row, text in zip(inputs, texts, strict=True):
+                    row["number"] = numbers[text]  # by which ranks are merged
             state.tokens += sum(map(len, ids))
             state.pieces, state.ahead = start + len(ids), digest
             if state.pieces == len(encoded.ids):
-                state.notes += encoded.notes[: max(0, NAMED - state.overlong)]
+                told = zip((numbers[k] for k in encoded.overlong), encoded.notes, strict=True)
+                state.notes += islice(told, max(0, NAMED - state.overlong))
                 state.overlong += len(encoded.notes)
                 state.texts += len(chunk)
                 state.pieces, state.digest, state.ahead = 0, digest, ""
@@ -245,20 +239,6 @@ class _Run:
                 self._write_part(self.partial, "inputs", pandas().DataFrame(inputs))
                 self._keep(recorder)
             yield
-
-    def _fitting(self, encoded: Encoded, chunk: list[Text]) -> Encoded:
-        """Only tokens that the model has; for padding, which is masked, any one of them does."""
-        size = getattr(self._embeddings(), "num_embeddings", None)
-        if size is None:
-            return encoded
-        for ids, text in zip(encoded.ids, encoded.texts, strict=True):
-            if max(ids) >= size:
-                raise InputError(
-                    f"the tokenizer does not fit the model: {chunk[text].name} has token "
-                    f"{max(ids)}, but the model knows {size} tokens (0 to {size - 1}); take the "
-                    "model's own tokenizer."
-                )
-        return encoded if encoded.padding < size else encoded._replace(padding=0)
 
     def _measure(self, recorder: Recorder, encoded: Encoded) -> Any:
         """Run the model; the table of what its tokens did."""
@@ -294,13 +274,12 @@ class _Run:
                 if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
                     shown.append(["<start>", *words[:-1]])  # what the decoder reads, as `batches`
                 state.shown.append(shown)
-                state.names.append(name)
             state.inputs += 1
         return rows
 
     def notes(self, recorder: Recorder, given: Iterable[str]) -> list[str]:
         """What a reader must know."""
-        notes = list(self.state.notes)
+        notes = [note for _, note in self.state.notes]
         if (more := self.state.overlong - NAMED) > 0:
             what = "examined in pieces" if self.windows else "truncated"
             notes.append(f"and {more} more {'text was' if more == 1 else 'texts were'} {what}")
@@ -322,34 +301,20 @@ class _Run:
             "run": {**vars(self.state), "seconds": self._seconds()},
             "identity": self._identity,
             "sums": self.sums.state(),
-            "links": {
-                k: [None if x is None else tuple(x) for x in v] for k, v in recorder.links.items()
-            },
-            "top": {k: tuple(v) for k, v in recorder.top.items()},
-            "probe": recorder.probe.state() if recorder.probe is not None else None,
-            "next_input": recorder.next_input,
+            "recorder": recorder.state(),
         }
         write_state(state, self.partial)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for work to be continued."""
-        sized = hasattr(self.tokenizer, "__len__")
-        return {
-            "model": self.name,
-            "weights": weights_digest(self.model),
-            "windows": self.windows,
-            "batch_size": self.batch_size,
-            "limit": self.limit,
-            "tokenizer": type(self.tokenizer).__name__,
-            "vocabulary": len(self.tokenizer) if sized else None,
-        }
+        settings = {"windows": self.windows, "batch_size": self.batch_size, "limit": self.limit}
+        return identity(self.model, self.tokenizer, self.name, settings)
 
     def refusal(self, what: str) -> InputError:
         """Work on something else is neither continued nor thrown away."""
         return InputError(
             f"{self.folder} holds an unfinished examination of {what}: choose another folder, or "
-            f"remove {self.partial}."
+            f"remove {self.folder}/{PARTIAL}."
         )
 
     def _same_texts(self, kept: dict[str, Any], source: Iterator[Text]) -> bool:
@@ -359,32 +324,48 @@ class _Run:
             each = next(source, None)
             if each is None:
                 return False
-            digest = _digest(digest, each)
+            digest = digest_of(digest, each)
         return digest == kept["run"]["digest"]
+
+    def check_ranks(self) -> None:
+        """All ranks must run the same model in the same way."""
+        if self.shards.alone:
+            return
+        with self.shards.together():
+            mine = self._identity
+        for rank, other in enumerate(told := self.shards.told(mine)):
+            if wrong := [name for name, x in told[0].items() if other[name] != x]:
+                raise InputError(
+                    f"examine: all ranks must have the same model and settings, but rank {rank} "
+                    f"differs from rank 0 in {', '.join(wrong).replace('_', ' ')}."
+                )
 
     def completed(self, source: Iterator[Text]) -> Examination | None:
         """What an earlier run had done but for moving its files: they are moved now."""
-        if self.partial is None or self.folder is None or not is_complete(self.partial):
+        shards, partial, folder = self.shards, self.partial, self.folder
+        if partial is None or folder is None or not shards.told(is_complete(folder / PARTIAL))[0]:
             return None
-        kept = read_state(self.partial, _KEPT)
-        finish_move(self.partial, self.folder)
-        if kept is None or kept["identity"] != self._identity:
-            return None
-        if self._same_texts(kept, source) and next(source, None) is None:
-            return Examination.load(self.folder)
+        with shards.together():
+            kept = read_state(partial, KEPT)
+            same: bool | None = None  # the texts; None if not even the model is known
+            if kept is not None and kept["identity"] == self._identity:
+                same = self._same_texts(kept, source) and next(source, None) is None
+        verdicts = shards.told(same)
+        with shards.together():
+            if shards.rank == 0:
+                finish_move(folder / PARTIAL, folder)
+        if False not in verdicts:
+            return Examination.load(folder) if True in verdicts else None
         raise InputError(
-            f"{self.folder} held a complete examination of other texts whose files were not in "
-            "place yet; now they are. Do the same again to replace it, or choose another folder."
+            f"{folder} held a complete examination of other texts whose files were not in place "
+            "yet; now they are. Do the same again to replace it, or choose another folder."
         )
 
     def restore(self, recorder: Recorder, source: Iterator[Text]) -> None:
         """Go on where an interrupted run of the same texts stopped."""
         if self.partial is None:
             return
-        from cumulant.lens.heads import Link
-        from cumulant.lens.statistics import Top
-
-        kept = read_state(self.partial, _KEPT)
+        kept = read_state(self.partial, KEPT)
         if kept is None:
             clear(self.partial)  # nothing says what it is
             return
@@ -395,18 +376,52 @@ class _Run:
             check_parts(self.partial / f"{name}.parquet", kept["run"]["parts"])
         if not self._same_texts(kept, source):
             raise self.refusal("other texts")
-        self.state = _State(**kept["run"])
+        self.state = State(**kept["run"])
         self.sums.merge(kept["sums"])
-        recorder.links = {
-            k: [None if x is None else Link(*x) for x in v] for k, v in kept["links"].items()
-        }
-        recorder.top = {k: Top(*v) for k, v in kept["top"].items()}
-        recorder.next_input = kept["next_input"]
-        if recorder.probe is not None and kept["probe"] is not None:
-            recorder.probe.merge_state(kept["probe"])
+        recorder.restore(kept["recorder"])
 
     def _seconds(self) -> float:
         return self.state.seconds + time.perf_counter() - self.started
+
+    def facts(self) -> dict[str, Any]:
+        """What rank 0 must know of this one."""
+        return {"parts": self.state.parts, "seconds": self._seconds(), "memory": peak_memory()}
+
+    def merge(self, recorder: Recorder, facts: list[dict[str, Any]]) -> None:
+        """Take in what the other ranks have found: then this is the work of a single process."""
+        self.memory = [x["memory"] for x in facts if x["memory"] is not None]
+        if self.shards.alone or self.folder is None:
+            return
+        state, whole = self.state, self.folder / PARTIAL
+        state.seconds += max(x["seconds"] for x in facts) - facts[0]["seconds"]
+        places = [whole / share_name(r, len(facts)) for r in range(len(facts))]
+        works = [Work(p, x["parts"]) for p, x in zip(places, facts, strict=True)]
+        shown, top = {0: state.shown}, {0: recorder.top}
+        for rank, work in enumerate(works):
+            if rank == 0 or not work.parts:  # there may be fewer texts than ranks
+                continue
+            kept = read_state(work.place, KEPT)
+            if kept is None or kept["run"]["parts"] != work.parts:
+                raise InputError(
+                    f"{work.place} does not hold what rank {rank} has written: the folder must be "
+                    "on a file system that all processes share."
+                )
+            state.merge(kept["run"])
+            self.sums.merge(kept["sums"])
+            recorder.merge_probe(kept["recorder"])
+            shown[rank] = kept["run"]["shown"]
+            top[rank] = {k: Top(*x) for k, x in kept["recorder"]["top"].items()}
+        clear(whole, keep=[x.name for x in places])  # what an interrupted merge has left
+        state.parts, first = merge_tables(works, whole)
+        first = list(enumerate(first[:SHOWN]))
+        state.shown = [shown[rank][own] for _, (rank, own) in first]
+        recorder.top = {
+            (number, layer): x
+            for number, (rank, own) in first
+            for (text, layer), x in top[rank].items()
+            if text == own
+        }
+        self.partial = whole
 
     def finish(self, recorder: Recorder, notes: list[str]) -> Examination:
         """All tables, and the files in their place."""
@@ -432,14 +447,14 @@ class _Run:
             "heads": nullable(frames.DataFrame(heads)),
             "layers": nullable(frames.DataFrame(rows)),
             "expansions": nullable(frames.DataFrame([] if probe is None else probe.expansions())),
-            "partition": nullable(frames.DataFrame(self._partition())),
+            "partition": nullable(frames.DataFrame(partition_rows(self.model))),
             "inputs": frames.DataFrame(self.inputs)
             if self.partial is None
             else read_table(self.partial / "inputs.parquet", self.state.parts),
         }
         if self.partial is None:
             tables["tokens"] = frames.concat(self.tables, ignore_index=True)
-        texts = ", ".join(dict.fromkeys(self.state.names))
+        texts = ", ".join(dict.fromkeys(x[0] for x in self.state.shown))
         texts += ", ..." if self.state.inputs > SHOWN else ""
         found = Examination(
             facts=model_facts(self.model, self.name, layers, texts),
@@ -470,30 +485,14 @@ class _Run:
         recorder.layers = again.layers
         return list(again.layers.values())
 
-    def _partition(self) -> list[dict[str, Any]]:
-        from cumulant.lens.partition import partition
-
-        weight = getattr(self._embeddings(), "weight", None)
-        return [] if weight is None or weight.ndim != 2 else partition(weight.detach())
-
-    def _embeddings(self) -> Any:
-        """Of the tokens, where the model tells."""
-        try:
-            return self.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-        except (AttributeError, NotImplementedError):
-            return None
-
     def _facts_of_run(self) -> dict[str, Any]:
         return {
             "texts": self.state.texts,
             "inputs": self.state.inputs,
             "tokens": self.state.tokens,
             "seconds": round(self._seconds(), 3),
-            "peak_memory_mb": peak_memory(),
+            "peak_memory_mb": max([*self.memory, peak_memory() or 0.0]) or None,
+            "processes": self.shards.size,
             "finished": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "versions": versions(),
         }
-
-
-def _digest(before: str, text: Text) -> str:
-    return hashlib.sha256(f"{before}\0{text.name}\0{text.content}".encode()).hexdigest()

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +24,7 @@ __all__ = [
     "FINISHED",
     "PARTIAL",
     "STATE",
+    "begun",
     "check_parts",
     "claimed",
     "clear",
@@ -34,8 +35,10 @@ __all__ = [
     "outdated",
     "part_name",
     "plain",
+    "read_rows",
     "read_state",
     "read_table",
+    "share_name",
     "unfinished",
     "whole",
     "write_json",
@@ -44,7 +47,8 @@ __all__ = [
 ]
 
 # Unfinished work is below PARTIAL: STATE and the parts that it counts; then, in FINISHED, what is
-# only to be moved into its place, which COMPLETE says.
+# only to be moved into its place, which COMPLETE says. Of several processes each has a folder there
+# (`share_name`) with STATE and parts of its own.
 PARTIAL = ".cumulant-partial"
 STATE, FINISHED, COMPLETE, LOCK = "state.pt", "finished", "complete.json", "lock"
 
@@ -103,6 +107,17 @@ def _read(path: Path) -> Any:
         return pandas().read_parquet(path)
     except (OSError, ValueError, KeyError, TypeError):  # Arrow's own errors are among these
         raise InputError(f"{path} is damaged: make the examination again.") from None
+
+
+def read_rows(path: Path, count: int) -> Iterator[Any]:
+    """A table from Parquet, so many rows at a time."""
+    parquet = _parquet()[1]
+    try:
+        with parquet.ParquetFile(path) as file:
+            for rows in file.iter_batches(count):
+                yield rows.to_pandas()
+    except (OSError, ValueError):
+        raise InputError(f"{path} is missing or damaged: remove {path.parents[1]}.") from None
 
 
 def check_parts(folder: Path, count: int) -> None:
@@ -190,8 +205,12 @@ def plain(x: Any) -> Any:
 
 
 @contextmanager
-def claimed(folder: Path | None) -> Generator[Path | None]:
+def claimed(folder: Path | None, name: str = PARTIAL) -> Generator[Path | None]:
     """The folder for unfinished work, for one run at a time; removed at the end if it has none.
+
+    Args:
+        folder: of the examination; None yields None.
+        name: of the folder inside.
 
     Raises:
         InputError: another run is at work there.
@@ -199,13 +218,13 @@ def claimed(folder: Path | None) -> Generator[Path | None]:
     if folder is None:
         yield None
         return
-    partial = folder / PARTIAL
+    partial = folder / name
     lock = _locked(partial)
     try:
         yield partial
     finally:
         try:
-            if partial.is_dir() and not unfinished(folder):
+            if partial.is_dir() and not _has_work(partial):
                 _discard(partial)
         finally:
             if lock is not None:
@@ -221,11 +240,11 @@ def _locked(partial: Path) -> int | None:
     try:
         fcntl = import_module("fcntl")
     except ImportError:  # Windows
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         return None
     path = partial / LOCK
     while True:
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
@@ -248,7 +267,24 @@ def _locked(partial: Path) -> int | None:
 
 def unfinished(folder: Path) -> bool:
     """Whether the folder has work that a later run can go on with."""
-    return (folder / PARTIAL / STATE).exists() or is_complete(folder / PARTIAL)
+    return _has_work(folder / PARTIAL)
+
+
+def _has_work(partial: Path) -> bool:
+    return begun(partial) > 0 or is_complete(partial)
+
+
+def share_name(rank: int, size: int) -> str:
+    """The folder, below that for unfinished work, of one of several processes."""
+    return f"rank-{rank:05d}-of-{size:05d}"
+
+
+def begun(partial: Path) -> int:
+    """By how many processes unfinished work was begun; 0 if there is none."""
+    if (partial / STATE).exists():
+        return 1
+    names = (x.parent.name for x in partial.glob(f"rank-*-of-*/{STATE}"))
+    return next((int(x.rpartition("-")[2]) for x in names), 0)
 
 
 def is_complete(partial: Path) -> bool:
@@ -306,9 +342,8 @@ def finish_move(partial: Path, folder: Path) -> None:
             _put(partial / "tokens.parquet", finished / "tokens.parquet")
         move_in(finished, folder, old)
     # In this order: a state without the marker would ask for parts that have been moved.
-    for name in (STATE, COMPLETE):
-        (partial / name).unlink(missing_ok=True)
-    clear(partial)
+    clear(partial, keep=(COMPLETE,))
+    (partial / COMPLETE).unlink(missing_ok=True)
 
 
 def move_in(finished: Path, folder: Path, old: Iterable[str]) -> None:

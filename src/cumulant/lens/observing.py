@@ -77,10 +77,10 @@ def observe(
 
 
 @contextmanager
-def watching(model: nn.Module, wanted: Wanted) -> Generator[Recorder]:
-    """`observe` for a recorder; what `examine` uses too."""
+def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Generator[Recorder]:
+    """`observe` for a recorder; what `examine` uses too. The seed is that of samples of layers."""
     with ExitStack() as stack:
-        probe = stack.enter_context(LayerProbe(model)) if wanted.layers else None
+        probe = stack.enter_context(LayerProbe(model, seed=seed)) if wanted.layers else None
         recorder = Recorder(model, wanted, probe)
         if _is_compiled(model):
             warnings.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,6 +86,31 @@ class Recorder:
         self._lock = threading.RLock()
         self._known: dict[str, Tensor] = {}  # what is padding, by stack, for its next steps
         self._ended: dict[str, _Ended] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What goes on after an interruption, in plain containers and tensors for `torch.save`."""
+        return {
+            "links": {
+                k: [None if x is None else tuple(x) for x in v] for k, v in self.links.items()
+            },
+            "top": {k: tuple(v) for k, v in self.top.items()},
+            "probe": None if self.probe is None else self.probe.state(),
+            "next_input": self.next_input,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where another recorder stopped."""
+        self.links = {
+            k: [None if x is None else Link(*x) for x in v] for k, v in state["links"].items()
+        }
+        self.top = {k: Top(*v) for k, v in state["top"].items()}
+        self.next_input = state["next_input"]
+        self.merge_probe(state)
+
+    def merge_probe(self, state: Mapping[str, Any]) -> None:
+        """Take in what the probe of another recorder measured."""
+        if self.probe is not None and state["probe"] is not None:
+            self.probe.merge_state(state["probe"])
 
     def owns(self, module: nn.Module) -> bool:
         return id(module) in self.stack.names

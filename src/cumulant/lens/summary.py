@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cumulant.lens.encoding import embeddings
+from cumulant.lens.partition import partition
 from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.weights import Projections, bilinear, projections
@@ -22,6 +24,7 @@ __all__ = [
     "link_columns",
     "model_facts",
     "nullable",
+    "partition_rows",
     "peak_memory",
     "sensitivities",
     "top_pairs",
@@ -196,6 +199,12 @@ def sensitivities(
         x.layer: {"sensitivity_qk": x.query_key, "sensitivity_vo": x.value_output}
         for x in sensitivity(model, forward, groups)
     }
+
+
+def partition_rows(model: nn.Module) -> list[dict[str, Any]]:
+    """The partition function of the input embeddings (T31), where the model tells them."""
+    weight = getattr(embeddings(model), "weight", None)
+    return [] if weight is None or weight.ndim != 2 else partition(weight.detach())
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cumulant.errors import InputError
 
-__all__ = ["PASSAGE_SOURCE", "Text", "passage", "read"]
+__all__ = ["PASSAGE_SOURCE", "Text", "named", "passage", "read"]
 
 PASSAGE_SOURCE = "Charles Darwin, On the Origin of Species (1859), opening of the Introduction"
 SUFFIXES = (".txt", ".md")
@@ -73,6 +73,23 @@ def read(
         _must_exist(lines)
         given.append(_lines(lines, field))
     return chain.from_iterable(given or [[passage()]])
+
+
+def named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> Iterator[Text]:
+    """What `examine` was given, text by text; those without a name are numbered."""
+    if isinstance(texts, str):
+        texts = [texts]
+    elif isinstance(texts, Mapping):
+        texts = [Text(str(name), content) for name, content in texts.items()]
+    for number, each in enumerate(texts):
+        if isinstance(each, str):
+            yield Text(f"text {number}", each)
+        elif isinstance(each, Text):  # pyright: ignore[reportUnnecessaryIsInstance]
+            yield each
+        else:
+            raise InputError(
+                f"examine: texts must be strings, but text {number} is a {type(each).__name__}."
+            )
 
 
 def _must_exist(path: Path) -> None:
