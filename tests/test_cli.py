@@ -81,6 +81,18 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
     assert run("bench", "nonsense").returncode == 2
 
 
+def test_bench_distributed(tmp_path):
+    page = tmp_path / "page.md"
+    out = run("bench", "distributed", "--quick", "--rounds", "1", "--json", "-o", str(page))
+    assert out.returncode == 0, out.stderr
+    rows = json.loads(out.stdout)["rows"]
+    counted = [row for row in rows if row["quantity"].endswith("bytes counted")]
+    assert len(counted) == 6
+    assert all(row["ratio"] == pytest.approx(1, rel=1e-12) for row in counted)
+    assert all(row["ratio"] > 0 for row in rows)
+    assert "| ring, training step, bytes counted |" in page.read_text()
+
+
 def test_bench_dynamics():
     out = run("bench", "dynamics", "--quick", "--rounds", "1", "--json")
     assert out.returncode == 0, out.stderr

@@ -15,7 +15,7 @@ from cumulant.attention import (
     scaled_dot_product_attention,
     sdpa_replaced,
 )
-from cumulant.errors import ConvergenceError, InputError
+from cumulant.errors import ConvergenceError, GroupError, InputError
 from cumulant.measures import (
     Bernoulli,
     Beta,
@@ -61,6 +61,7 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "Geometric",
+    "GroupError",
     "InputError",
     "Measure",
     "Memory",

@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.attention.attend import Attended, Fields, finished, joined
 from cumulant.attention.inputs import Call, Shard, prepare
 from cumulant.distributed.maps import gather_rows, spread
-from cumulant.distributed.ranks import as_fact, describe
+from cumulant.distributed.ranks import as_fact, describe, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
 from cumulant.errors import InputError
 from cumulant.kernels.merge import over_ranks
@@ -46,6 +46,8 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
         query = gather_rows(query, ranks, rows)
     else:
         query = spread(query, ranks)
+        if isinstance(options["scale"], Tensor):
+            options = {**options, "scale": spread(options["scale"], ranks)}
     made: list[Call] = []
 
     def make() -> dict[str, int]:
@@ -92,6 +94,8 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
     window = options["window"] or (None, None)
     left, right = (-1 if x is None else x for x in window)
     plain = type(mask) in (Tensor, torch.nn.Parameter)
+    tensors = [x for x in (query, shard.keys, values, scale, mask) if isinstance(x, Tensor)]
+    scale_shape = scale.shape if isinstance(scale, Tensor) else torch.Size()
     return {
         **describe(query=query),
         "whether gradients are computed": int(torch.is_grad_enabled()),
@@ -100,6 +104,9 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
         "the window to the left": left,
         "the window to the right": right,
         "scale": as_fact(float(scale)) if isinstance(scale, int | float) else int(scale is None),
+        "batch of scale": packed(scale_shape[:-2] if shard.sharded_queries else scale_shape),
+        "whether scale requires gradients": int(isinstance(scale, Tensor) and scale.requires_grad),
+        "whether anything requires gradients": int(any(x.requires_grad for x in tensors)),
         "mask": 0 if mask is None else 2 if plain else 1,
         "rows": query.shape[-2],
     }
@@ -124,6 +131,5 @@ def _route(query: Tensor, shard: ShardedKeys, queries: int, *, masked: bool) -> 
     gradients = torch.is_grad_enabled() and wanted
     if shard.route is not None:
         return shard.route
-    return cheaper_route(
-        queries, len(shard), query.shape[-1], values.shape[-1], gradients=gradients
-    )
+    sizes = queries, len(shard), query.shape[-1], values.shape[-1]
+    return cheaper_route(*sizes, ranks=shard.ranks.size, gradients=gradients)

@@ -76,6 +76,13 @@ _BENCHES = {
 
         About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.""",
     ),
+    "distributed": (
+        "What sharded keys cost",
+        """Sharded keys: a group of one, bytes sent against the formula, times at 1 to 4 ranks.
+
+        Starts its own processes, in a network namespace where that is allowed, to see the bytes on
+        the wire and to throttle it. About two minutes; --quick takes twenty seconds.""",
+    ),
     "filtering": (
         "What filters cost",
         """Filters against filterpy's IMM, fitting against statsmodels.

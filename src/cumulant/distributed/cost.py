@@ -98,8 +98,10 @@ def cost(
         passed = (1 + trained) * others + P * trained
         messages, hops = messages + passed, hops + passed
     elif way == "gather":
-        # Parts are padded to the longest; gradients go the same ways back.
-        sent += batch * others * max(m) * (d * size + (e + 1) * wide) * (1 + trained)
+        # Queries, and gradients of answers, are gathered, padded to the longest part; answers, and
+        # gradients of queries, go straight to their ranks.
+        sent += batch * others * max(m) * (d * size + (e + 1) * wide * trained)
+        sent += batch * (M - m[rank]) * ((e + 1) * wide + d * size * trained)
         sent += batch * 2 * others / P * M * wide
         messages += 3 + 2 * trained
         hops += (2 + 2 * trained) * others + 2 * others

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.distributed.ranks import Group, Ranks, describe
+from cumulant.distributed.ranks import Group, Ranks, describe, shape_of
 
 __all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
 
@@ -106,13 +106,17 @@ def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
     """The sum over ranks of what each holds; the adjoint of `spread`.
 
     A loss that every rank has a part of becomes one replicated loss by it. All ranks must give the
-    same shape.
+    same shape and dtype; they compare them first.
 
     >>> import torch, cumulant as cm
     >>> cm.distributed.total(torch.tensor(2.0))  # without a group: a sum of one
     tensor(2.)
     """
-    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    if isinstance(group, Ranks):  # inside the library, where shapes are known
+        ranks = group
+    else:
+        ranks = Ranks(group)
+        ranks.agree("total", lambda: shape_of(x))
     return x if ranks.alone else _Linear.apply(ranks, "total", (), x)
 
 
@@ -120,13 +124,19 @@ def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
     """A replicated tensor as each rank's own; its gradient is the `total` of theirs.
 
     Use it where a tensor that all ranks have alike (a query, a temperature) meets what only this
-    rank has, so that its gradient comes out whole on every rank.
+    rank has, so that its gradient comes out whole on every rank. All ranks must give the same
+    shape and dtype, and want its gradient or not; they compare that first.
 
     >>> import torch, cumulant as cm
     >>> cm.distributed.spread(torch.tensor(2.0))
     tensor(2.)
     """
-    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    if isinstance(group, Ranks):
+        ranks = group
+    else:
+        ranks = Ranks(group)
+        learned = {"whether it requires gradients": int(x.requires_grad)}
+        ranks.agree("spread", lambda: {**shape_of(x), **learned})
     return x if ranks.alone else _Linear.apply(ranks, "spread", (), x)
 
 

@@ -23,17 +23,23 @@ from torch import Tensor
 
 from cumulant.errors import GroupError, InputError
 
-__all__ = ["Group", "Ranks", "Traffic", "as_fact", "describe", "launched", "traffic"]
+__all__ = [
+    "Group",
+    "Ranks",
+    "Traffic",
+    "as_fact",
+    "describe",
+    "launched",
+    "packed",
+    "shape_of",
+    "traffic",
+]
 
 # A process group, one dimension of a device mesh, or None for all processes.
 Group = Any
 
-# torch 2.13 renamed these two.
-_torch: Any = dist
-_all_gather: Any = getattr(_torch, "all_gather_single", None) or _torch.all_gather_into_tensor
-_reduce_scatter: Any = (
-    getattr(_torch, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
-)
+# torch 2.13 renamed it; builds without torch.distributed do not have it.
+_all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 # So many numbers describe a call when the ranks compare what they were given.
 _FACTS = 24
@@ -55,8 +61,8 @@ _counting: list[Traffic] = []
 def traffic() -> Generator[Traffic]:
     """Count the bytes that this process sends to others while the context is open.
 
-    Of an algorithm that uses every link evenly, a rank of P sends 2 (P - 1) / P of the array in a
-    sum, (P - 1) / P in a reduce-scatter, P - 1 times its own part in an all-gather.
+    A rank of P sends 2 (P - 1) / P of the array in a sum over ranks, as in algorithms that use all
+    links evenly, and P - 1 times its own part in an all-gather.
 
     >>> import torch, cumulant as cm
     >>> with cm.distributed.traffic() as sent:  # without a group there is nobody to send to
@@ -94,7 +100,9 @@ class Ranks:
 
     def __init__(self, group: Group = None) -> None:
         self.rank, self.size = 0, 1
-        if isinstance(group, dist.DeviceMesh):
+        if group is not None and not dist.is_available():
+            raise InputError("a group was given, but this build of torch has no torch.distributed.")
+        if group is not None and isinstance(group, dist.DeviceMesh):
             if group.ndim != 1:
                 names = group.mesh_dim_names or tuple(range(group.ndim))
                 raise InputError(
@@ -144,8 +152,9 @@ class Ranks:
         return self.size == 1
 
     @contextmanager
-    def _talking(self, what: str, sent: float) -> Generator[None]:
-        _count(sent)
+    def _talking(self, what: str, sent: float | None = None) -> Generator[None]:
+        if sent is not None:
+            _count(sent)
         started = time.monotonic()
         try:
             yield
@@ -191,17 +200,20 @@ class Ranks:
         return out.movedim(0, -2)
 
     def scatter(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """The rows of this rank in the sum over ranks; the other way round than `gather`."""
+        """The rows of this rank in the sum over ranks; the other way round than `gather`.
+
+        Everybody's rows are sent to them and added up there, in the order of ranks: what a
+        reduce-scatter should send (gloo's sends twice that), without padding.
+        """
         if self.alone:
             return x.clone()
-        most = max(rows)
-        parts = x.movedim(-2, 0).split(list(rows))
-        stacked = torch.cat([_padded(part, most) for part in parts])
-        out = stacked.new_empty(most, *stacked.shape[1:])
-        sent = (self.size - 1) / self.size * _size_of(stacked)
-        with self._talking("a reduce-scatter", sent):
-            _reduce_scatter(out, stacked, group=self.group)
-        return out[: rows[self.rank]].movedim(0, -2)
+        sent = x.movedim(-2, 0).contiguous()
+        own = rows[self.rank]
+        out = sent.new_empty(self.size * own, *sent.shape[1:])
+        row = _size_of(sent[:1]) if len(sent) else 0
+        with self._talking("a sum of rows", (sum(rows) - own) * row):
+            dist.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
+        return out.unflatten(0, (self.size, own)).sum(0).movedim(0, -2)
 
     def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
         """Send to the next rank and receive from the one before, which has so many rows.
@@ -219,7 +231,7 @@ class Ranks:
             works = dist.batch_isend_irecv(ops) if ops else []
 
         def wait() -> list[Tensor]:
-            with self._talking(what, 0.0):
+            with self._talking(what):
                 for work in works:
                     work.wait()
             sent.clear()
@@ -299,7 +311,7 @@ class Ranks:
         if self.alone:
             return [given]
         out: list[Any] = [None] * self.size
-        with self._talking("exchanging facts", 0.0):
+        with self._talking("exchanging facts"):
             dist.all_gather_object(out, given, group=self.group)
         return out
 
@@ -312,7 +324,7 @@ def _told(name: str, number: int) -> str:
         return f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
     if name.startswith("whether"):
         return "yes" if number else "no"
-    return str(_unpacked(number)) if name.startswith("batch") else str(number)
+    return _unpacked(number) if name.startswith(("batch", "shape")) else str(number)
 
 
 def as_fact(number: float) -> int:
@@ -320,31 +332,44 @@ def as_fact(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-def _packed(shape: Sequence[int]) -> int:
-    """A shape as one number that tells different ones apart."""
+def packed(shape: Sequence[int]) -> int:
+    """A shape as one number that tells different ones apart; a long one as a checksum, negative."""
+    if len(shape) > 3 or max(shape, default=0) >= 2**20:
+        return -1 - zlib.crc32(str(tuple(shape)).encode())
     out = 1
-    for size in shape[-3:]:
-        out = out * 2**20 + min(size, 2**20 - 1)
+    for size in shape:
+        out = out * 2**20 + size
     return out
 
 
-def _unpacked(number: int) -> tuple[int, ...]:
+def _unpacked(number: int) -> str:
+    if number < 0:
+        return f"one of its own (checksum {-1 - number:x})"
     out: list[int] = []
     while number > 1:
         number, size = divmod(number, 2**20)
         out.append(size)
-    return tuple(reversed(out))
+    return str(tuple(reversed(out)))
 
 
 def describe(**named: Tensor) -> dict[str, int]:
     """Facts of tensors that ranks must agree on: dtype, batch, features, who wants gradients."""
     facts: dict[str, int] = {}
     for name, x in named.items():
-        facts[f"dtype of {name}"] = _KINDS.index(x.dtype) if x.dtype in _KINDS else -1
-        facts[f"batch of {name}"] = _packed(x.shape[:-2])
+        facts[f"dtype of {name}"] = _kind(x)
+        facts[f"batch of {name}"] = packed(x.shape[:-2])
         facts[f"features of {name}"] = x.shape[-1]
         facts[f"whether {name} requires gradients"] = int(x.requires_grad)
     return facts
+
+
+def _kind(x: Tensor) -> int:
+    return _KINDS.index(x.dtype) if x.dtype in _KINDS else -1 - zlib.crc32(str(x.dtype).encode())
+
+
+def shape_of(x: Tensor) -> dict[str, int]:
+    """What must be equal where a tensor is summed over ranks entry by entry."""
+    return {"dtype": _kind(x), "shape": packed(x.shape)}
 
 
 def _front(x: Tensor, rows: int) -> Tensor:
@@ -366,7 +391,7 @@ def launched(timeout: float = 600.0) -> Generator[Ranks]:
     Args:
         timeout: seconds after which a rank that waits for another gives up with a `GroupError`.
     """
-    wanted = int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available()
+    wanted = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and dist.is_available()
     if not wanted or dist.is_initialized():
         yield Ranks()
         return

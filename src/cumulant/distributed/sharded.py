@@ -125,27 +125,29 @@ def _check(keys: Any, values: Any, queries: Any, route: Any) -> None:
 
 
 def cheaper_route(
-    queries: int, keys: int, features: int, width: int, *, gradients: bool = True
+    queries: int, keys: int, features: int, width: int, *, ranks: int, gradients: bool = True
 ) -> Route:
     """What travels when queries and keys are both sharded: whatever sends fewer numbers.
 
-    Counted in units of (P - 1) / P numbers sent by a rank, for M queries and N keys of d features
-    with values of width e, a training step (forward and first gradient) sends ::
+    For M queries and N keys of d features with values of width e, spread evenly over P ranks, a
+    rank sends, in units of (P - 1) / P numbers ::
 
-        gather: 2 M (d + e + 1) + 2 M       queries there, answers back; the same for gradients;
-                                            and twice M numbers for the common maximum
-        ring:   2 N (d + e) + N (d + e) P / (P - 1)
+                forward                 forward and first gradient
+        gather  M (d + e + 1) + 2 M     2 M (d + e + 1) + 2 M
+        ring    N (d + e)               2 N (d + e) + N (d + e) P / (P - 1)
 
-    of which forward is half of the gather (but for the maximum) and a third of the ring. With
-    P / (P - 1) taken as 1, the ring wins where N is less than about two thirds of M; without
-    gradients where it is less than M.
+    Gather: queries there, answers back, the same for gradients, and the common maximum. Ring: keys
+    and values pass by, again in the backward pass, and their gradients follow them all the way
+    home. So the ring wins where N is less than about M, with gradients M / 2 for two ranks and
+    2 M / 3 for many. docs/scaling.md derives it.
 
     >>> import cumulant as cm
-    >>> cm.distributed.cheaper_route(queries=1000, keys=100_000, features=64, width=64)
+    >>> cm.distributed.cheaper_route(queries=1000, keys=100_000, features=64, width=64, ranks=4)
     'gather'
     """
     there_and_back = queries * (features + width + 1)
     around = keys * (features + width)
     if gradients:
-        return "gather" if 2 * there_and_back + 2 * queries <= 3 * around else "ring"
+        travels = 2 + ranks / max(1, ranks - 1)
+        return "gather" if 2 * there_and_back + 2 * queries <= travels * around else "ring"
     return "gather" if there_and_back + 2 * queries <= around else "ring"
