@@ -42,7 +42,7 @@ types: environment
 	$(BIN)/pyright
 
 check: environment browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

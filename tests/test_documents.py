@@ -48,7 +48,7 @@ def test_readme_table_is_what_was_measured():
         *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
         *("filtering", "lens", "ledger", "coming-from-sdpa", "coming-from-metric-learning"),
         *("coming-from-hflayers", "coming-from-filterpy", "coming-from-output-attentions"),
-        "scaling",
+        *("scaling", "distributed"),
     ],
 )
 def test_guides_run_in_order(page, capsys):

@@ -182,11 +182,13 @@ def heads(group, rank, size, way):
     for name in FIELDS:
         close(getattr(ours, name), getattr(whole, name)[:, :, asked], name)
     half = [x.bfloat16() for x in (q, k, v)]
-    whole = cm.attend(*half, enable_gqa=True)
+    scale = scale.float()
+    whole = cm.attend(*half, enable_gqa=True, scale=scale)
     ours = cm.attend(
         half[0][:, :, asked],
         shard_of(way, half[1][:, :, mine], half[2][:, :, mine], group),
         enable_gqa=True,
+        scale=scale,
     )
     assert ours.mean.dtype == torch.bfloat16
     torch.testing.assert_close(ours.mean, whole.mean[:, :, asked], rtol=1e-2, atol=1e-2)
@@ -198,6 +200,29 @@ def heads(group, rank, size, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_grouped_heads_tensor_scale_and_half_precision(crew, way):
     crew.run(heads, 3, way)
+
+
+def learned_scale(group, rank, size, way, rows):
+    """A scale of all queries, or one for each: whole if replicated, otherwise a rank's part."""
+    q, k, v = inputs()
+    keys = part(KEYS[size], rank)
+    asked = slice(None) if way == "replicated" else part(QUERIES[size], rank)
+    random = torch.Generator().manual_seed(6)
+    scale = torch.rand(rows, generator=random, dtype=torch.float64).requires_grad_()
+    whole = cm.attend(q, k, v, scale=scale)
+    (expected,) = torch.autograd.grad(whole.mean.sin().sum(), scale)
+    own = scale[asked] if rows else scale
+    ours = cm.attend(q[:, asked], shard_of(way, k[:, keys], v[:, keys], group), scale=own)
+    close(ours.mean, whole.mean[:, asked], "mean")
+    loss = ours.mean.sin().sum()
+    (found,) = torch.autograd.grad(loss if way == "replicated" else total(loss, group), scale)
+    close(found if way == "replicated" else total(found, group), expected, "gradient")
+
+
+@pytest.mark.parametrize("rows", [(), (6, 1)], ids=["one", "each"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_learned_scale(crew, way, rows):
+    crew.run(learned_scale, 3, way, rows)
 
 
 def far_apart(group, rank, size, way):

@@ -142,7 +142,9 @@ def test_details_and_views(crew):
 def refusals(group, rank, size):
     x = points(1)[part(rank, size)]
     bad = {"positives": torch.tensor([0, 1, 2, 77]) if rank == 0 else torch.arange(5)}
-    with pytest.raises(InputError if rank == 0 else GroupError, match=r"^info_nce: pos|rank 0: info_nce: pos"):
+    with pytest.raises(
+        InputError if rank == 0 else GroupError, match=r"^info_nce: pos|rank 0: info_nce: pos"
+    ):
         info_nce(x, x, **bad, group=group)
     y = x[:, : 4 + rank]
     with pytest.raises(InputError, match="features of anchors"):

@@ -41,24 +41,18 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
         where = replace(where, before=0)
     elif route == "gather":
         scale = options["scale"]
-        if isinstance(scale, Tensor):  # it may differ from query to query
-            query, options = query * scale, {**options, "scale": 1.0}
+        if isinstance(scale, Tensor):  # it may differ from query to query, and goes with them
+            options = {**options, "scale": gather_rows(_by_row(scale, query), ranks, rows)}
         query = gather_rows(query, ranks, rows)
     else:
         query = spread(query, ranks)
         if isinstance(options["scale"], Tensor):
             options = {**options, "scale": spread(options["scale"], ranks)}
-    made: list[Call] = []
 
-    def make() -> dict[str, int]:
-        made.append(prepare("attend", query, keys, values, shard=where, **options))
-        return {}
+    def make() -> Call:
+        return prepare("attend", query, keys, values, shard=where, **options)
 
-    if max(masks):
-        ranks.agree("attend with attn_mask", make)
-    else:
-        make()
-    (call,) = made
+    call = ranks.checked("attend with attn_mask", make) if max(masks) else make()
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
         call = replace(call, options=replace(call.options, ring=ring))
@@ -88,7 +82,7 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
     scale, mask = options["scale"], options["attn_mask"]
     values = shard.keys if shard.values is None else shard.values
     few = dict(options, attn_mask=None)
-    if isinstance(scale, Tensor) and scale.ndim > 1 and scale.shape[-2] > 1:
+    if isinstance(scale, Tensor) and scale.ndim > 1 and scale.shape[-2] == _rows(query):
         few["scale"] = _empty(scale)
     prepare("attend", _empty(query), _empty(shard.keys), _empty(values), **few)
     window = options["window"] or (None, None)
@@ -105,11 +99,22 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
         "the window to the right": right,
         "scale": as_fact(float(scale)) if isinstance(scale, int | float) else int(scale is None),
         "batch of scale": packed(scale_shape[:-2] if shard.sharded_queries else scale_shape),
+        "features of scale": scale_shape[-1] if scale_shape else 1,
         "whether scale requires gradients": int(isinstance(scale, Tensor) and scale.requires_grad),
         "whether anything requires gradients": int(any(x.requires_grad for x in tensors)),
         "mask": 0 if mask is None else 2 if plain else 1,
         "rows": query.shape[-2],
     }
+
+
+def _rows(query: Any) -> int:
+    return query.shape[-2] if isinstance(query, Tensor) and query.ndim > 1 else -1
+
+
+def _by_row(scale: Tensor, query: Tensor) -> Tensor:
+    """A scale with a row for each query, as precise as they are computed."""
+    shape = (*scale.shape[:-2], query.shape[-2], scale.shape[-1] if scale.ndim else 1)
+    return scale.to(torch.promote_types(query.dtype, torch.float32)).expand(shape)
 
 
 def _empty(x: Any) -> Any:

@@ -59,16 +59,7 @@ class Room:
 
     def checked(self, make: Callable[[], _T]) -> _T:
         """What `make` returns; if it raises on one rank, all stop."""
-        if not self.shared:
-            return make()
-        made: list[_T] = []
-
-        def check() -> dict[str, int]:
-            made.append(make())
-            return {}
-
-        self.ranks.agree("info_nce", check)
-        return made[0]
+        return self.ranks.checked("info_nce", make)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all keys, from those of this rank's."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ __all__ = [
     "shape_of",
     "traffic",
 ]
+
+_T = TypeVar("_T")
 
 # A process group, one dimension of a device mesh, or None for all processes.
 Group = Any
@@ -298,6 +300,19 @@ class Ranks:
                     f"{what}: ranks must agree on {name}, but it is {', '.join(parts)}."
                 )
         return found
+
+    def checked(self, what: str, make: Callable[[], _T]) -> _T:
+        """What `make` returns; if it raises on one rank, every rank stops, as in `agree`."""
+        if self.alone:
+            return make()
+        made: list[_T] = []
+
+        def check() -> dict[str, int]:
+            made.append(make())
+            return {}
+
+        self.agree(what, check)
+        return made[0]
 
     @property
     def device(self) -> torch.device:

@@ -105,14 +105,7 @@ class Sharded:
 
     def checked(self, make: Callable[[], _T]) -> _T:
         """What `make` returns; if it refuses what one rank was given, all ranks stop."""
-        made: list[_T] = []
-
-        def check() -> dict[str, int]:
-            made.append(make())
-            return {}
-
-        self._ranks.agree("Memory", check)
-        return made[0]
+        return self._ranks.checked("Memory", make)
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
         options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}
