@@ -222,19 +222,16 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
 
 
 def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Arguments | None:
-    """The shortcut for the plain case: no cotangent of the entropy, none wanted of the bias."""
-    g, g_G = arguments.get("cotangent mean"), arguments.get("cotangent log_normalizer")
-    if g is None or "cotangent entropy" in arguments:
+    """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
+    others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
+    if (
+        others
+        or "cotangent mean" not in arguments
+        or any(r.name == "bias" for r in program.results)
+    ):
         return None
-    if any(r.name == "bias" or arguments[r.name].shape != r.shape for r in program.results):
-        return None  # or a batch of cotangents for shared arguments
-    if g_G is not None:
-        # The mean enters as <g, mean> alone, so gG rides on it: <g, mean - gG g / |g|^2>.
-        size = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
-        mean = arguments["mean"] - torch.where(g_G == 0, 0.0, g_G / size * (g / size))
-        if not bool(mean.isfinite().all()):
-            return None
-        arguments = {**arguments, "mean": mean}
+    if any(arguments[r.name].shape != r.shape for r in program.results):
+        return None  # a batch of cotangents for shared arguments
     return fused.backward(arguments, scale, program.band)
 
 
