@@ -138,7 +138,7 @@ def ended(team, rank, since, patience):
     kind, message, when = team.heard(rank, patience)
     assert kind == "GroupError", message
     assert re.search(rf"failed on rank {rank} of {len(team.ends)} after \d+\.\d s", message)
-    assert "another rank has died" in message
+    assert re.search("another rank has (died|not come)", message)
     return message, when - since
 
 
@@ -268,8 +268,9 @@ def fields(group, rank, size):
     began = time.monotonic()
     found = cm.attend(vectors(100), ShardedKeys(vectors(rank), group=group))
     name = mine(rank, "mean", "entropy")
-    others = "1" if rank != 1 else "0, 2"
-    with pytest.raises(GroupError, match=rf"rank {rank} is in .*\.{name}.* rank {others} in ano"):
+    with pytest.raises(
+        GroupError, match=r"different calls: rank 0 in .*\.mean, rank 1 in .*\.entropy"
+    ):
         getattr(found, name)
     works(group, rank, size)
     shard = ShardedKeys(vectors(rank), group=group)
@@ -278,7 +279,7 @@ def fields(group, rank, size):
         lambda: cm.distributed.total(vectors(1), group),
     ):
         call = mine(rank, lambda: cm.attend(vectors(100), shard), other)
-        with pytest.raises(GroupError, match="in another call"):
+        with pytest.raises(GroupError, match="different calls"):
             call()
     assert time.monotonic() - began < AT_ONCE
     works(group, rank, size)

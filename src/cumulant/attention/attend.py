@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import Call, Window, prepare
+from cumulant.attention.joining import joined
 from cumulant.distributed.maps import total
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, attention, expectation
-from cumulant.kernels.merge import HERE, Parts, Pool
 
-__all__ = ["Attended", "Fields", "attend", "attend_packed", "joined", "merge"]
+__all__ = ["Attended", "Fields", "attend", "attend_packed", "finished", "merge"]
 
 
 class Attended:
@@ -83,6 +83,7 @@ class Attended:
 
 
 _VECTORS = ("mean", "key_mean", "value_variance")
+_FIELDS = (*_VECTORS, "log_normalizer", "entropy", "score_mean", "score_variance")
 
 
 class Fields:
@@ -103,13 +104,22 @@ class Fields:
         """One field in the caller's shape and precision."""
         return finished(self._call, name, self.column(name))
 
-    def column(self, name: str) -> Tensor:
-        """One field as the kernels have it, ``(*batch, M, features)``."""
+    def check(self, name: str) -> None:
+        """Refuse a field of inputs that have changed since."""
         if self._seen() != self._versions:
             raise InputError(
                 f"{name} is computed when it is asked for, but an input was changed in place since "
                 "attend was called: ask for the fields first, or clone the input."
             )
+
+    def column(self, name: str) -> Tensor:
+        """One field as the kernels have it, ``(*batch, M, features)``.
+
+        Beside the public ones: ``lowered``, the log-normalizer without ``lift``, what was taken off
+        the bias; ``value_moments``, mean and variance of the values side by side, in double
+        precision where there is one.
+        """
+        self.check(name)
         return getattr(self, name)()
 
     def _moments(self) -> Moments:
@@ -121,8 +131,15 @@ class Fields:
         return self._moments().mean
 
     def log_normalizer(self) -> Tensor:
-        normalizer = self._moments().log_normalizer
+        normalizer = self.lowered()
         return normalizer if self._call.lift is None else normalizer + self._call.lift
+
+    def lowered(self) -> Tensor:
+        return self._moments().log_normalizer
+
+    def lift(self) -> Tensor:
+        G = self.lowered()
+        return torch.zeros_like(G) if self._call.lift is None else self._call.lift.expand_as(G)
 
     def key_mean(self) -> Tensor:
         if self._values_are_keys:
@@ -162,6 +179,11 @@ class Fields:
         return expectation(formulas.score_variance, "score_variance", arguments, options)
 
     def value_variance(self) -> Tensor:
+        mean = self.mean()
+        variance = self.value_moments()[..., mean.shape[-1] :]
+        return variance.to(mean.dtype).masked_fill(~mean.isfinite(), math.nan)
+
+    def value_moments(self) -> Tensor:
         # E[v^2] - E[v]^2 cancels where a row is peaked: double precision, and values relative to
         # a typical output. Values that are not finite count where they made the mean NaN.
         arguments, mean = self._call.arguments, self.mean()
@@ -177,12 +199,14 @@ class Fields:
         given["value"] = torch.cat([value, value * value], -1)
         both = attention(given, self._call.options).mean
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
-        return variance.to(mean.dtype).masked_fill(~mean.isfinite(), math.nan)
+        return torch.cat([both[..., :features] + center, variance], -1)
 
 
 def finished(call: Call, name: str, column: Tensor) -> Tensor:
     """A field in the caller's shape and precision."""
     out = call.finish(column)
+    if name == "value_moments":
+        return out
     return out.to(call.dtype) if name in _VECTORS else out.squeeze(-1)
 
 
@@ -296,54 +320,28 @@ def merge(first: Attended, second: Attended) -> Attended:
     if kinds[0] != kinds[1]:
         raise InputError(f"merge joins results of one dtype, not of {kinds[0]} and {kinds[1]}.")
     both = first, second
-    pool = joined([lambda name, x=x: _column(name, getattr(x, name)) for x in both])
+    pool = joined([lambda name, x=x: _column(name, x) for x in both])
 
     def compute(name: str) -> Tensor:
-        a, b = (getattr(x, name) for x in both)
-        if a.shape != b.shape:
-            raise InputError(
-                f"merge: {name} has shape {tuple(a.shape)} in one result and {tuple(b.shape)} in "
-                "the other; attend both with values of one width."
-            )
+        if name in _FIELDS:
+            a, b = (getattr(x, name) for x in both)
+            if a.shape != b.shape:
+                raise InputError(
+                    f"merge: {name} has shape {tuple(a.shape)} in one result and {tuple(b.shape)} "
+                    "in the other; attend both with values of one width."
+                )
         out = pool(name)
-        return out.to(a.dtype) if name in _VECTORS else out[..., 0]
+        if name in _VECTORS:
+            return out.to(getattr(first, name).dtype)
+        return out if name == "value_moments" else out[..., 0]
 
     return Attended(compute)
 
 
-def _column(name: str, x: Tensor) -> Tensor:
-    return x if name in _VECTORS else x[..., None]
-
-
-def joined(sets: Sequence[Callable[[str], Tensor]], parts: Parts = HERE) -> Callable[[str], Tensor]:
-    """The columns of all key sets together, from those of the sets at hand (THEORY T1, T7)."""
-    pools: list[Pool] = []
-    done: dict[str, Tensor] = {}
-
-    def pool() -> Pool:
-        if not pools:
-            pools.append(Pool([each("log_normalizer") for each in sets], parts))
-        return pools[0]
-
-    def mean(name: str) -> Tensor:
-        if name not in done:
-            (done[name],) = pool().means([each(name) for each in sets])
-        return done[name]
-
-    def compute(name: str) -> Tensor:
-        if name == "log_normalizer":
-            return pool().log_normalizer()
-        own = [each(name) for each in sets]  # before the pool: entropy brings G and mean with it
-        if name == "entropy":
-            (surprise,) = pool().means(pool().surprises(own))
-            return pool().entropy(surprise)
-        if name in ("score_variance", "value_variance"):
-            of = "score_mean" if name == "score_variance" else "mean"
-            pairs = [(each(of), x) for each, x in zip(sets, own, strict=True)]
-            return pool().variance(mean(of), pairs)
-        return mean(name)
-
-    return compute
+def _column(name: str, x: Attended) -> Tensor:
+    """A field of a result as a column; also those that are not public."""
+    out = getattr(x, name) if name in _FIELDS else x._compute(name)
+    return out if name in (*_VECTORS, "value_moments") else out[..., None]
 
 
 def attend_packed(
@@ -414,8 +412,8 @@ def attend_packed(
     ]
 
     def compute(name: str) -> Tensor:
-        fields: list[Tensor] = [getattr(part, name) for part in parts]
-        return torch.cat(fields, -2 if name in _VECTORS else -1)
+        out = torch.cat([_column(name, part) for part in parts], -2)
+        return out if name in (*_VECTORS, "value_moments") else out[..., 0]
 
     return Attended(compute)
 

@@ -94,7 +94,9 @@ def prepare(
     tensors = {"query": query, "key": key, "value": value}
     for label, x in tensors.items():
         if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise fail(f"{label} must be a torch.Tensor, not {type(x).__name__}.")
+            kind = type(x).__name__
+            hint = " Sharded keys go into attend alone." if kind == "ShardedKeys" else ""
+            raise fail(f"{label} must be a torch.Tensor, not {kind}.{hint}")
         if x.is_nested:
             raise InputError(
                 f"{name} does not take nested tensors ({label} is one): use attend_packed with "
@@ -119,6 +121,7 @@ def prepare(
         raise fail(f"dropout_p must lie in [0, 1], not {dropout_p!r}.")
     groups = _groups(query, key, value, fail) if enable_gqa else None
 
+    spread = shard is not None
     shard = shard or Shard(0, key.shape[-2], query.shape[-2])
     band, mask = _band(shard.queries, shard.keys, attn_mask, is_causal, window, fail)
     band = band.shifted(shard.before)
@@ -166,6 +169,7 @@ def prepare(
             raise fail(
                 f"attn_mask must broadcast to {grid} (..., query length, key length); a padding "
                 "mask (batch, keys) of a call with heads goes in as mask[:, None, None, :]."
+                + (" Of sharded keys it has this rank's columns." if spread else "")
             )
         arguments["bias" if mask.is_floating_point() else "mask"] = (
             mask.to(compute) if mask.is_floating_point() else mask

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cumulant.attention.attend import Attended, Fields, finished, joined
+from cumulant.attention.attend import Attended, Fields, finished
 from cumulant.attention.inputs import Call, Shard, prepare
+from cumulant.attention.joining import joined
 from cumulant.distributed.maps import gather_rows, spread
 from cumulant.distributed.ranks import as_fact, describe, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
@@ -30,12 +30,13 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
         return Attended(Fields(call, values_are_keys=shard.values is None))
     facts = ranks.agree("attend", lambda: _facts(query, shard, options), differ=("rows", "mask"))
     rows, masks = facts["rows"], facts["mask"]
+    lifted = max(masks) > 1
     if not shard.sharded_queries and len(set(rows)) > 1:
         raise InputError(
             f"attend: replicated queries must be the same on every rank, but there are {rows} of "
             'them; if each rank has its own, say ShardedKeys(..., queries="sharded").'
         )
-    route = _route(query, shard, sum(rows), masked=max(masks) > 1) if shard.sharded_queries else ""
+    route = _route(query, shard, sum(rows), masked=max(masks) > 0) if shard.sharded_queries else ""
     where = Shard(shard.before, len(shard), sum(rows) if shard.sharded_queries else rows[0])
     if route == "ring":
         where = replace(where, before=0)
@@ -52,7 +53,8 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
     def make() -> Call:
         return prepare("attend", query, keys, values, shard=where, **options)
 
-    call = ranks.checked("attend with attn_mask", make) if max(masks) else make()
+    masked = max(masks) or facts["the causal bias"][0]
+    call = ranks.checked("attend with attn_mask", make) if masked else make()
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
         call = replace(call, options=replace(call.options, ring=ring))
@@ -61,20 +63,15 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
     else:
         fields = Fields(call, values_are_keys=shard.values is None)
         parts = over_ranks(ranks, rows if route == "gather" else None)
-        whole = joined([fields.column], parts)
-    return Attended(_asked_together(shard, call, whole))
-
-
-def _asked_together(
-    shard: ShardedKeys, call: Call, whole: Callable[[str], Tensor]
-) -> Callable[[str], Tensor]:
-    """Fields are computed when asked for, so all ranks must ask for the same one."""
+        whole = joined([fields.column], parts, lifted=lifted)
 
     def compute(name: str) -> Tensor:
-        shard.ranks.agree(f"attend(...).{name}", dict)
+        # Fields are computed when asked for, so all ranks must ask for the same one.
+        recorded = {"whether gradients are computed": int(torch.is_grad_enabled())}
+        ranks.checked(f"attend(...).{name}", lambda: fields.check(name), lambda _: recorded)
         return finished(call, name, whole(name))
 
-    return compute
+    return Attended(compute)
 
 
 def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str, int]:
@@ -84,27 +81,60 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
     few = dict(options, attn_mask=None)
     if isinstance(scale, Tensor) and scale.ndim > 1 and scale.shape[-2] == _rows(query):
         few["scale"] = _empty(scale)
-    prepare("attend", _empty(query), _empty(shard.keys), _empty(values), **few)
+    try:
+        prepare("attend", _empty(query), _empty(shard.keys), _empty(values), **few)
+    except InputError as error:
+        shapes = f"query={tuple(query.shape)}, " if isinstance(query, Tensor) else ""
+        found = str(error).partition(" Got ")[0]
+        raise InputError(f"{found} Got attend({shapes}keys={tuple(shard.keys.shape)}).") from None
+    if (now := shard.keys.shape[-2]) != (then := shard.rows[shard.ranks.rank]):
+        raise InputError(
+            f"attend: this rank had {then} keys when ShardedKeys was made and has {now} now; make "
+            "it anew, on all ranks, when their number changes."
+        )
     window = options["window"] or (None, None)
     left, right = (-1 if x is None else x for x in window)
-    plain = type(mask) in (Tensor, torch.nn.Parameter)
     tensors = [x for x in (query, shard.keys, values, scale, mask) if isinstance(x, Tensor)]
-    scale_shape = scale.shape if isinstance(scale, Tensor) else torch.Size()
+    shape = scale.shape if isinstance(scale, Tensor) else torch.Size()
+    number = float(scale) if isinstance(scale, int | float) else 0.0
+    held = describe(keys=shard.keys, values=values)
     return {
         **describe(query=query),
+        **{n: x for n, x in held.items() if n.startswith(("dtype", "whether"))},
         "whether gradients are computed": int(torch.is_grad_enabled()),
         "whether it is causal": int(options["is_causal"]),
         "whether heads are grouped": int(options["enable_gqa"]),
         "the window to the left": left,
         "the window to the right": right,
-        "scale": as_fact(float(scale)) if isinstance(scale, int | float) else int(scale is None),
-        "batch of scale": packed(scale_shape[:-2] if shard.sharded_queries else scale_shape),
-        "features of scale": scale_shape[-1] if scale_shape else 1,
-        "whether scale requires gradients": int(isinstance(scale, Tensor) and scale.requires_grad),
+        "the causal bias": _causal_bias(mask),
+        "whether a scale is given": int(scale is not None),
+        "the value of scale": as_fact(number),
+        **_scale_facts(scale),
+        "batch of scale": packed(shape[:-2] if shard.sharded_queries else shape),
+        "features of scale": shape[-1] if shape else 1,
         "whether anything requires gradients": int(any(x.requires_grad for x in tensors)),
-        "mask": 0 if mask is None else 2 if plain else 1,
+        "mask": 0 if not _is_plain(mask) else 2 if mask.is_floating_point() else 1,
         "rows": query.shape[-2],
     }
+
+
+def _scale_facts(scale: Any) -> dict[str, int]:
+    """Of a tensor scale, what ranks must agree on; of a number nothing."""
+    if not isinstance(scale, Tensor):
+        return {"dtype of scale": -1, "whether scale requires gradients": 0}
+    found = describe(scale=scale.reshape(1, -1))
+    return {n: found[n] for n in ("dtype of scale", "whether scale requires gradients")}
+
+
+def _is_plain(mask: Any) -> bool:
+    return type(mask) in (Tensor, torch.nn.Parameter)
+
+
+def _causal_bias(mask: Any) -> int:
+    """Which of torch's causal biases it is, from 1 on; 0 if none."""
+    if mask is None or _is_plain(mask):
+        return 0
+    return 1 + int(getattr(getattr(mask, "variant", None), "value", 0))
 
 
 def _rows(query: Any) -> int:

@@ -24,6 +24,7 @@ from cumulant.contrastive.positives import (
     positives_of,
 )
 from cumulant.contrastive.room import Reduce, Room, nothing
+from cumulant.distributed.ranks import as_fact
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Pool, over_ranks
@@ -161,7 +162,8 @@ def info_nce(
         exclude: pairs that do not count, such as false negatives: "self" for (i, i), key numbers
             ``(M,)`` or ``(*batch, M, K)`` with -1 for none, or a boolean mask ``(*batch, M, N)``,
             True = left out. A positive cannot be left out.
-        queue: ``(Q, d)``, more negatives for every anchor, such as ``KeyQueue.keys``.
+        queue: ``(Q, d)``, more negatives for every anchor, such as ``KeyQueue.keys``; over a group,
+            for the anchors of this rank.
         in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
         reduction: "mean" over anchors, "sum" or "none".
         details: also return G, entropy and effective number of negatives, at one more pass or two.
@@ -189,16 +191,16 @@ def info_nce(
     >>> torch.allclose(cm.contrastive.info_nce(x, x), exact, atol=1e-5)
     True
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise InputError(f"info_nce: reduction must be mean, sum or none, not {reduction!r}.")
-    if symmetric and (log_weights is not None or queue is not None or not in_batch):
-        raise InputError(
-            "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
-            "in_batch=False have no meaning; call it twice, once for each side."
-        )
     room = Room(group)
 
     def local() -> _Local:
+        if reduction not in ("mean", "sum", "none"):
+            raise InputError(f"info_nce: reduction must be mean, sum or none, not {reduction!r}.")
+        if symmetric and (log_weights is not None or queue is not None or not in_batch):
+            raise InputError(
+                "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
+                "in_batch=False have no meaning; call it twice, once for each side."
+            )
         q, k, extra, kind = vectors(query, key, queue, similarity, temperature, empty=room.shared)
         bias, extra_bias = weights(log_weights, k, extra)
         named = None if labels is None else label_rows("info_nce", labels, q, k)
@@ -207,8 +209,12 @@ def info_nce(
     q, k, extra, kind, bias, extra_bias, named = room.enter(
         local,
         {
-            "whether it is symmetric": int(symmetric),
-            "whether losses are reduced": int(reduction != "none"),
+            "whether it is symmetric": int(bool(symmetric)),
+            "whether losses are averaged": int(reduction == "mean"),
+            "whether losses are summed": int(reduction == "sum"),
+            "whether similarity is cosine": int(similarity == "cosine"),
+            "whether other anchors' keys count": int(bool(in_batch)),
+            "the value of temperature": _number(temperature),
             "whether the temperature requires gradients": _learned(temperature),
             "whether log_weights require gradients": _learned(log_weights),
             "whether log_weights are given": int(log_weights is not None),
@@ -219,7 +225,7 @@ def info_nce(
         others = named[1].expand(k.shape[:-1])
         labels = named[0], room.gather(others[..., None])[..., 0]
     if bias is not None:
-        bias = room.gather(bias.expand(*bias.shape[:-1], k.shape[-2]).mT).mT
+        bias = room.gather(bias.expand(*k.shape[:-2], 1, k.shape[-2]).mT).mT
     own, k = room.own, room.gather(k)
 
     def scores() -> _Scores:
@@ -262,6 +268,11 @@ def info_nce(
 
 def _learned(x: Any) -> int:
     return int(isinstance(x, Tensor) and x.requires_grad)
+
+
+def _number(x: Any) -> int:
+    """A plain number as ranks compare it; a tensor, which may be learned, is taken as it is."""
+    return as_fact(float(x)) if isinstance(x, int | float) else 0
 
 
 def nt_xent(

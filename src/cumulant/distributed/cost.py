@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cumulant.distributed.ranks import FACTS
 from cumulant.errors import InputError
 
 __all__ = ["Cost", "Step", "Way", "cost", "seconds"]
@@ -17,8 +18,8 @@ __all__ = ["Cost", "Step", "Way", "cost", "seconds"]
 Way = Literal["replicated", "gather", "ring"]
 Step = Literal["forward", "training step"]
 
-# Ranks compare 24 whole numbers of 8 bytes, once for the call and once for its field.
-_COMPARISONS, _COMPARED = 2, 24 * 8
+# Ranks compare whole numbers of 8 bytes, once for the call and once for its field.
+_COMPARISONS, _COMPARED = 2, FACTS * 8
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cumulant.distributed.ranks import Group, Ranks, describe, shape_of
+from cumulant.errors import InputError
 
 __all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
 
@@ -116,7 +117,7 @@ def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
         ranks = group
     else:
         ranks = Ranks(group)
-        ranks.agree("total", lambda: shape_of(x))
+        ranks.agree("total", lambda: shape_of("total", x))
     return x if ranks.alone else _Linear.apply(ranks, "total", (), x)
 
 
@@ -135,8 +136,8 @@ def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
         ranks = group
     else:
         ranks = Ranks(group)
-        learned = {"whether it requires gradients": int(x.requires_grad)}
-        ranks.agree("spread", lambda: {**shape_of(x), **learned})
+        learned = "whether it requires gradients"
+        ranks.agree("spread", lambda: {**shape_of("spread", x), learned: int(x.requires_grad)})
     return x if ranks.alone else _Linear.apply(ranks, "spread", (), x)
 
 
@@ -150,5 +151,10 @@ def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:
     torch.Size([3, 2])
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
-    facts = ranks.agree("gather", lambda: {**describe(x=x), "rows": x.shape[-2]}, differ=("rows",))
-    return gather_rows(x, ranks, facts["rows"])
+
+    def facts() -> dict[str, int]:
+        if not isinstance(x, Tensor) or x.ndim < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError("gather: takes a tensor (..., rows, features).")
+        return {**describe(x=x), "rows": x.shape[-2]}
+
+    return gather_rows(x, ranks, ranks.agree("gather", facts, differ=("rows",))["rows"])

@@ -8,6 +8,7 @@ that fails becomes a `GroupError` that says what was going on.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 import zlib
@@ -44,11 +45,14 @@ Group = Any
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 # So many numbers describe a call when the ranks compare what they were given.
-_FACTS = 24
-_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FACTS = 32
+_KINDS = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+)
 
 
-@dataclass
+@dataclass(eq=False)
 class Traffic:
     """What this process has sent: bytes, and in how many calls."""
 
@@ -90,6 +94,10 @@ def _size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def _none(_: object) -> dict[str, int]:
+    return {}
+
+
 class Ranks:
     """The processes of a group, seen from one of them; without torch.distributed a group of one.
 
@@ -106,10 +114,11 @@ class Ranks:
             raise InputError("a group was given, but this build of torch has no torch.distributed.")
         if group is not None and isinstance(group, dist.DeviceMesh):
             if group.ndim != 1:
-                names = group.mesh_dim_names or tuple(range(group.ndim))
+                names = group.mesh_dim_names or ("name",)
+                named = "" if group.mesh_dim_names else " (make it with mesh_dim_names)"
                 raise InputError(
                     f"group must be one dimension of a device mesh, but this one has "
-                    f"{group.ndim}: take one of them, such as mesh[{names[0]!r}]."
+                    f"{group.ndim}: take one of them, such as mesh[{names[0]!r}]{named}."
                 )
             group = group.get_group()
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -127,6 +136,12 @@ class Ranks:
                 raise InputError(
                     "a group was given, but torch.distributed is not initialized (any more): call "
                     "init_process_group first."
+                )
+            if _under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+                raise InputError(
+                    f"torchrun started {os.environ['WORLD_SIZE']} processes, but they are no group "
+                    "yet: call torch.distributed.init_process_group first, or work inside of "
+                    "cumulant.distributed.launched()."
                 )
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -162,11 +177,19 @@ class Ranks:
             yield
         except (RuntimeError, ValueError) as error:
             took = time.monotonic() - started
+            said = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[0])[:200]
+            if "timed out" in said.lower():
+                why = (
+                    "the group's timeout is over, and another rank has not come: it stalls, is "
+                    "slow (then give the group a longer timeout), has died unnoticed,"
+                )
+            else:
+                why = "another rank has died or left,"
             raise GroupError(
-                f"{what} failed on rank {self.rank} of {self.size} after {took:.1f} s: another "
-                "rank has died or left, or is in another call than this one (ranks must make the "
-                "same calls in the same order, with the same group). The group cannot be used any "
-                f"more; start again. torch says: {str(error).strip().splitlines()[0][:200]}"
+                f"{what} failed on rank {self.rank} of {self.size} after {took:.1f} s: {why} or is "
+                "in another call than this one (ranks must make the same calls in the same order, "
+                "with the same group). The group cannot be used any more; start again. torch says: "
+                f"{said}"
             ) from error
 
     def total(self, x: Tensor) -> Tensor:
@@ -269,19 +292,19 @@ class Ranks:
             if error is not None:
                 raise error
             return {name: [number] for name, number in given.items()}
-        if len(given) + 2 > _FACTS:
-            raise RuntimeError(f"{what} describes itself by more than {_FACTS - 2} numbers")
+        if len(given) + 2 > FACTS:
+            raise RuntimeError(f"{what} describes itself by more than {FACTS - 2} numbers")
         numbers = [zlib.crc32(what.encode()), int(error is not None), *given.values()]
-        row = torch.tensor(numbers + [0] * (_FACTS - len(numbers)), device=self.device)
-        table = row.new_empty(self.size * _FACTS)
+        row = torch.tensor(numbers + [0] * (FACTS - len(numbers)), device=self.device)
+        table = row.new_empty(self.size * FACTS)
         with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
             _all_gather(table, row, group=self.group)
-        rows: list[list[int]] = table.reshape(self.size, _FACTS).tolist()
+        rows: list[list[int]] = table.reshape(self.size, FACTS).tolist()
         if len({r[0] for r in rows}) > 1:
-            others = [str(i) for i, r in enumerate(rows) if r[0] != rows[self.rank][0]]
+            calls = ", ".join(f"rank {i} in {x}" for i, x in enumerate(self.objects(what)))
             raise GroupError(
-                f"rank {self.rank} is in {what}, but rank {', '.join(others)} in another call; all "
-                "ranks of a group must make the same calls in the same order."
+                f"the ranks are in different calls: {calls}. All ranks of a group must make the "
+                "same calls in the same order."
             )
         if any(r[1] for r in rows):
             reasons = self.objects(None if error is None else str(error)[:400])
@@ -301,15 +324,20 @@ class Ranks:
                 )
         return found
 
-    def checked(self, what: str, make: Callable[[], _T]) -> _T:
-        """What `make` returns; if it raises on one rank, every rank stops, as in `agree`."""
+    def checked(
+        self, what: str, make: Callable[[], _T], facts: Callable[[_T], Mapping[str, int]] = _none
+    ) -> _T:
+        """What `make` returns; if it raises on one rank, every rank stops, as in `agree`.
+
+        `facts` of it must be equal on all ranks.
+        """
         if self.alone:
             return make()
         made: list[_T] = []
 
-        def check() -> dict[str, int]:
+        def check() -> Mapping[str, int]:
             made.append(make())
-            return {}
+            return facts(made[0])
 
         self.agree(what, check)
         return made[0]
@@ -334,8 +362,8 @@ class Ranks:
 def _told(name: str, number: int) -> str:
     """A fact as people say it."""
     if name.startswith("dtype"):
-        return str(_KINDS[number]).removeprefix("torch.") if number >= 0 else "another"
-    if name == "scale":
+        return str(_KINDS[number]).removeprefix("torch.") if number >= 0 else "a rare one"
+    if name.startswith("the value of"):
         return f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
     if name.startswith("whether"):
         return "yes" if number else "no"
@@ -382,8 +410,11 @@ def _kind(x: Tensor) -> int:
     return _KINDS.index(x.dtype) if x.dtype in _KINDS else -1 - zlib.crc32(str(x.dtype).encode())
 
 
-def shape_of(x: Tensor) -> dict[str, int]:
+def shape_of(what: str, x: Any) -> dict[str, int]:
     """What must be equal where a tensor is summed over ranks entry by entry."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{what}: takes a real floating-point tensor, not {kind}.")
     return {"dtype": _kind(x), "shape": packed(x.shape)}
 
 
@@ -397,6 +428,10 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
 
 
+def _under_torchrun() -> bool:
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
 @contextmanager
 def launched(timeout: float = 600.0) -> Generator[Ranks]:
     """The processes that ``torchrun`` started, as a group while the context is open.
@@ -406,8 +441,7 @@ def launched(timeout: float = 600.0) -> Generator[Ranks]:
     Args:
         timeout: seconds after which a rank that waits for another gives up with a `GroupError`.
     """
-    wanted = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and dist.is_available()
-    if not wanted or dist.is_initialized():
+    if not _under_torchrun() or not dist.is_available() or dist.is_initialized():
         yield Ranks()
         return
     try:

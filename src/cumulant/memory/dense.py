@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers, real, require
@@ -20,6 +21,21 @@ from cumulant.memory.retrieval import Retrieval, Rows, Settled, energy, plan, se
 from cumulant.memory.stores import Answer, Local, Sharded, Store
 
 __all__ = ["Memory", "Retrieval"]
+
+
+class _Asked(NamedTuple):
+    """A checked call of `retrieve`."""
+
+    state: Tensor
+    restore: Rows
+    steps: int
+    tol: float | None
+    step_size: float
+
+    def numbers(self) -> dict[str, float]:
+        """What ranks must agree on."""
+        tol = -1.0 if self.tol is None else self.tol
+        return {"steps": self.steps, "tol": tol, "step_size": self.step_size}
 
 
 class Memory:
@@ -68,12 +84,16 @@ class Memory:
             if len(patterns) == 0:
                 raise InputError("Memory: there must be a pattern on some rank.")
             patterns, values = patterns.keys, patterns.values
-        spread = self._shard is not None and not self._shard.ranks.alone
-        got = checked("Memory", patterns=patterns, values=values, empty=spread)
+        ranks = Ranks.solo() if self._shard is None else self._shard.ranks
+
+        def check() -> tuple[dict[str, Tensor], float | Tensor]:
+            got = checked("Memory", patterns=patterns, values=values, empty=not ranks.alone)
+            return got, inverse_temperature("Memory", beta, got["patterns"])
+
+        got, self.beta = ranks.checked("Memory", check)
         self.patterns, self.values = got["patterns"], got.get("values")
         self._kind = given_kind(patterns, self.patterns)
         self._value_kind = given_kind(patterns if values is None else values, self.patterns)
-        self.beta = inverse_temperature("Memory", beta, self.patterns)
 
     def __len__(self) -> int:
         """How many patterns each set holds, on all ranks together."""
@@ -127,10 +147,14 @@ class Memory:
         >>> bool(found.converged.all()), bool((found.energy >= 0).all())
         (True, True)
         """
-        most, tol = plan("retrieve", steps, tol)
-        size = real("retrieve", "step_size", step_size, least=0.0, most=1.0, open_at_least=True)
         store = self._store
-        xi, restore = store.checked(lambda: self._states("retrieve", state))
+
+        def check() -> _Asked:
+            most, least = plan("retrieve", steps, tol)
+            size = real("retrieve", "step_size", step_size, least=0.0, most=1.0, open_at_least=True)
+            return _Asked(*self._states("retrieve", state), most, least, size)
+
+        xi, restore, most, tol, size = store.checked(check, _Asked.numbers)
 
         def update(x: Tensor) -> Tensor:
             to = self._attend(x, self.patterns).mean()
@@ -140,7 +164,8 @@ class Memory:
             xi = xi.clone()  # the result is not the caller's tensor
         separate = self.patterns.ndim == 2
         found = settle(update, xi, most, tol, separate=separate, still=store.still)
-        require(found.state.isfinite(), lambda: self._overflow("retrieve"))
+        whole = found.state.isfinite()
+        store.checked(lambda: require(whole, lambda: self._overflow("retrieve")))
         if tol is None:
             tol = math.sqrt(torch.finfo(xi.dtype).eps)
             rest = found.change <= tol * store.largest_norm()
@@ -190,12 +215,7 @@ class Memory:
         x, gap = found[..., :-1], found[..., -1]
         radius = torch.linalg.vector_norm(xi - x, dim=-1)
         if fixed_point is not None:
-            rest, _ = self._states("error_bound", fixed_point)
-            if rest.shape != xi.shape:
-                raise InputError(
-                    f"error_bound: fixed_point must have the shape of state, {tuple(state.shape)}, "
-                    f"but has {tuple(fixed_point.shape)}."
-                )
+            rest = store.checked(lambda: self._fixed(fixed_point, state, xi))
             radius = torch.maximum(radius, torch.linalg.vector_norm(rest - x, dim=-1))
         M = store.largest_norm()
         exponent = self._beta_rows() * (gap - 2 * M * radius)
@@ -277,9 +297,9 @@ class Memory:
 
     def _keep(self, patterns: Tensor, values: Tensor | None) -> None:
         """These instead of what was stored; the ranks learn how many each has now."""
-        self.patterns, self.values = patterns, values
         if isinstance(self._store, Sharded) and self._shard is not None:
-            self._shard = self._shard.again(patterns, values)
+            self._shard = self._shard.again(patterns, values)  # refuses before anything changes
+        self.patterns, self.values = patterns, values
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patterns, values and beta as one safetensors file."""
@@ -386,6 +406,15 @@ class Memory:
             ) from None
         require((at >= 0) & (at < len(self)), lambda: out_of_range(owner, len(self)))
         return at.long()
+
+    def _fixed(self, fixed_point: Tensor, state: Tensor, xi: Tensor) -> Tensor:
+        rest, _ = self._states("error_bound", fixed_point)
+        if rest.shape != xi.shape:
+            raise InputError(
+                f"error_bound: fixed_point must have the shape of state, {tuple(state.shape)}, "
+                f"but has {tuple(fixed_point.shape)}."
+            )
+        return rest
 
     def _numbers(self, owner: str, index: Any) -> Tensor:
         try:

@@ -8,7 +8,7 @@ those of rank 0 first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cumulant.attention.sharded import attend_sharded
 from cumulant.distributed import maps
+from cumulant.distributed.ranks import as_fact
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
@@ -26,6 +27,7 @@ from cumulant.memory.retrieval import here
 __all__ = ["Answer", "Local", "Sharded", "Store"]
 
 _T = TypeVar("_T")
+_Facts = Callable[[_T], Mapping[str, float]]
 
 
 class Answer(NamedTuple):
@@ -44,7 +46,7 @@ class Local:
     def count(self) -> int:
         return self._patterns.shape[-2]
 
-    def checked(self, make: Callable[[], _T]) -> _T:
+    def checked(self, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
         """What `make` returns, which checks what was given to this process."""
         return make()
 
@@ -103,9 +105,17 @@ class Sharded:
     def count(self) -> int:
         return len(self._shard)
 
-    def checked(self, make: Callable[[], _T]) -> _T:
-        """What `make` returns; if it refuses what one rank was given, all ranks stop."""
-        return self._ranks.checked("Memory", make)
+    def checked(self, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
+        """What `make` returns; if it refuses what one rank was given, all ranks stop.
+
+        `facts` are numbers in it that must be the same everywhere.
+        """
+
+        def numbers(made: _T) -> dict[str, int]:
+            given = {} if facts is None else facts(made)
+            return {f"the value of {n}": as_fact(x) for n, x in given.items()}
+
+        return self._ranks.checked("Memory", make, numbers)
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
         options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}
@@ -122,13 +132,15 @@ class Sharded:
         return maps.spread(found, self._ranks) if self._shard.sharded_queries else found
 
     def best(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        xi, rows = self._everywhere(xi.detach())
+        xi, counts = self._everywhere(xi.detach())
         score, index = Local(self._patterns).best(xi)
         top = self._ranks.largest(score)
         found = (score == top) & (index >= 0)
         number = torch.where(found, index + self._shard.before, self.count())
         number = -self._ranks.largest(-number)  # the first of equals
-        return top[..., rows], number[..., rows]
+        if counts is not None:
+            top, number = (x.split(counts, -1)[self._ranks.rank] for x in (top, number))
+        return top, number
 
     def gaps(self) -> Tensor:
         """Without derivative: the nearest pattern may be on another rank."""
@@ -146,23 +158,25 @@ class Sharded:
         return torch.arange(first, first + count, device=self._patterns.device)[:, None]
 
     def take(self, rows: Tensor, at: Tensor) -> Tensor:
-        at, mine = self._everywhere(at[..., None])
+        at, counts = self._everywhere(at[..., None])
         at = at[..., 0]
         own = self.own(at)[..., None]
         if rows.shape[-2]:
             found = Local(rows).take(rows, (at - self.before).clamp(0, rows.shape[-2] - 1))
         else:
             found = rows.new_zeros(*at.shape, rows.shape[-1]) + rows.sum()
-        return maps.total(found.masked_fill(~own, 0.0), self._ranks)[..., mine, :]
+        found = found.masked_fill(~own, 0.0)
+        if counts is None:
+            return maps.total(found, self._ranks)
+        return maps.scatter_rows(found, self._ranks, counts)
 
-    def _everywhere(self, x: Tensor) -> tuple[Tensor, slice]:
-        """The rows of every rank's queries, and which are this rank's."""
+    def _everywhere(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
+        """The rows of every rank's queries, and how many each has; None if all have the same."""
         if not self._shard.sharded_queries:
-            return x, slice(None)
+            return x, None
         ranks = self._ranks
         counts = ranks.agree("Memory", lambda: {"rows": x.shape[-2]}, differ=("rows",))["rows"]
-        start = sum(counts[: ranks.rank])
-        return ranks.gather(x, counts), slice(start, start + counts[ranks.rank])
+        return ranks.gather(x, counts), counts
 
     def still(self, moving: Tensor) -> tuple[Tensor, bool]:
         if self._shard.sharded_queries:

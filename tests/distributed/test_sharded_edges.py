@@ -1,0 +1,201 @@
+"""Edges of the distributed part: huge masks, changed keys, refused calls, unlike options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cumulant as cm
+from cumulant.contrastive import info_nce
+from cumulant.distributed import Ranks, ShardedKeys, gather, spread, total, traffic
+from cumulant.errors import GroupError, InputError
+
+
+def draw(*shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def close(a, b, tolerance=1e-10):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def part(counts, rank):
+    start = sum(counts[:rank])
+    return slice(start, start + counts[rank])
+
+
+def hidden_by_numbers(group, rank, size, queries):
+    """Masks made of the most negative number, on whole rows and on some keys."""
+    counts = [3, 0, 4]
+    mine, asked = part(counts, rank), slice(None)
+    q, k, v = draw(3, 4, seed=1), draw(7, 4, seed=2), draw(7, 2, seed=3)
+    if queries == "sharded":
+        asked = slice(rank, rank + 1)
+    for low in (-1e9, torch.finfo(torch.float32).min, torch.finfo(torch.float64).min):
+        mask = torch.zeros(3, 7, dtype=torch.float64)
+        mask[0] = low  # nothing to see: as if nothing were hidden
+        mask[1, :5] = low
+        whole = cm.attend(q, k, v, attn_mask=mask)
+        shard = ShardedKeys(k[mine], v[mine], group=group, queries=queries)
+        ours = cm.attend(q[asked], shard, attn_mask=mask[:, mine])
+        for name in ("mean", "entropy", "log_normalizer", "value_variance", "score_variance"):
+            close(getattr(ours, name), getattr(whole, name)[asked])
+
+
+@pytest.mark.parametrize("queries", ["replicated", "sharded"])
+def test_masks_made_of_huge_numbers(crew, queries):
+    crew.run(hidden_by_numbers, 3, queries)
+
+
+def test_merge_keeps_what_lies_below_a_huge_bias():
+    v = torch.tensor([[0.0], [1.0], [1.0], [1.0]])
+    k, mask = torch.zeros(4, 1), torch.full((1, 4), -1e9)
+    parts = [
+        cm.attend(torch.ones(1, 1), k[s], v[s], attn_mask=mask[:, s])
+        for s in (slice(0, 1), slice(1, 2), slice(2, 4))
+    ]
+    found = cm.merge(cm.merge(parts[0], parts[1]), parts[2])
+    assert float(found.mean) == pytest.approx(0.75)
+    assert float(found.value_variance) == pytest.approx(0.1875)
+    assert float(found.entropy.exp()) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e6])
+def test_variance_of_merged_values_far_from_zero(offset):
+    q, k = draw(3, 4, seed=1).float(), draw(8, 4, seed=2).float()
+    v = draw(8, 2, seed=3).float() + offset
+    exact = cm.attend(q.double(), k.double(), v.double()).value_variance
+    found = cm.merge(cm.attend(q, k[:3], v[:3]), cm.attend(q, k[3:], v[3:])).value_variance
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+def keys_that_change(group, rank, size):
+    k = draw(4, 3, seed=rank)
+    shard = ShardedKeys(k, group=group, queries="sharded", route="ring")
+    q = draw(2, 3, seed=5)
+    if rank == 0:
+        k.resize_(2, 3)
+    with pytest.raises(InputError if rank == 0 else GroupError, match=r"had 4 keys .* has 2 now"):
+        cm.attend(q, shard)
+    learned = ShardedKeys(draw(4, 3, seed=rank), group=group)
+    if rank == 0:
+        learned.keys.requires_grad_()
+    with pytest.raises(InputError, match="whether keys requires gradients"):
+        cm.attend(q, learned)
+    k = draw(4, 3, seed=rank)
+    found = cm.attend(q, ShardedKeys(k, group=group))
+    if rank == 0:
+        k.add_(1)
+    with pytest.raises(InputError if rank == 0 else GroupError, match="changed in place"):
+        found.mean  # noqa: B018
+    q = draw(2, 3, seed=5).requires_grad_()
+    found = cm.attend(q, ShardedKeys(draw(4, 3, seed=rank), group=group))
+    with torch.set_grad_enabled(rank == 1), pytest.raises(InputError, match="gradients are"):
+        found.mean  # noqa: B018
+    assert found.mean.isfinite().all()
+
+
+def test_keys_that_change_after_sharding(crew):
+    crew.run(keys_that_change, 2)
+
+
+def unlike_options(group, rank, size):
+    x = draw(3, 4, seed=rank)
+    unlike = {
+        "averaged": {"reduction": "mean" if rank else "sum"},
+        "cosine": {"similarity": "dot" if rank else "cosine"},
+        "temperature": {"temperature": 0.1 + rank},
+    }
+    for what, options in unlike.items():
+        with pytest.raises(InputError, match=what):
+            info_nce(x, x, **options, group=group)
+    with pytest.raises(InputError if rank else GroupError, match="reduction must be"):
+        info_nce(x, x, reduction="men" if rank else "mean", group=group)
+    batch = draw(2, 3, 4, seed=rank)
+    weights = torch.zeros(3) if rank else torch.zeros(2, 3)
+    assert info_nce(batch, batch, log_weights=weights, group=group).isfinite()
+    shard = ShardedKeys(x, group=group)
+    with pytest.raises(InputError, match="the value of scale"):
+        cm.attend(x, shard, scale=0.5 + rank)
+    with pytest.raises(InputError, match="whether a scale is given"):
+        cm.attend(x, shard, scale=0.5 if rank else None)
+    from torch.nn.attention import bias
+
+    mask = bias.causal_lower_right(3, 6) if rank else bias.causal_upper_left(3, 6)
+    with pytest.raises(InputError, match="causal bias"):
+        cm.attend(x, shard, attn_mask=mask)
+    memory = cm.Memory(shard)
+    with pytest.raises(InputError, match="steps"):
+        memory.retrieve(x[:1], steps=1 + rank)
+    with pytest.raises(InputError, match="tol"):
+        memory.retrieve(x[:1], steps=9, tol=0.1 if rank else None)
+    with pytest.raises(InputError if rank else GroupError, match="beta"):
+        cm.Memory(shard, beta=-1.0 if rank else 1.0)
+    with pytest.raises(InputError, match="shape"):
+        total(torch.ones(2 + rank), group)
+    for function in (total, spread, gather):
+        with pytest.raises(InputError, match="tensor"):
+            function([1.0], group)
+    assert float(total(torch.ones(()), group)) == 2.0
+
+
+def test_unlike_options_are_told_and_spoil_nothing(crew):
+    crew.run(unlike_options, 2)
+
+
+def refused_addition(group, rank, size):
+    memory = cm.Memory(ShardedKeys(draw(4, 3, seed=rank), group=group))
+    with pytest.raises(InputError, match="requires gradients"):
+        memory.add(draw(2, 3, seed=9).requires_grad_(rank == 0))
+    assert len(memory) == 8
+    assert memory.patterns.shape == (4, 3)
+    assert memory.retrieve(draw(1, 3, seed=4)).index.max() < 8
+
+
+def test_a_refused_addition_changes_nothing(crew):
+    crew.run(refused_addition, 2)
+
+
+def gradient_of_a_bound(group, rank, size):
+    """In the patterns, for queries of every rank; D_i, which has no derivative, held fixed."""
+    x, state, index = draw(6, 3, seed=1), draw(4, 3, seed=2), torch.tensor([5, 0, 3, 2])
+    counts, mine = [2, 4], part([2, 4], rank)
+    asked = part([3, 1], rank)
+    whole = x.clone().requires_grad_()
+    gaps = cm.Memory(x).separation()[index]
+    M = torch.linalg.vector_norm(whole, dim=-1).amax()
+    radius = torch.linalg.vector_norm(state - whole[index], dim=-1)
+    bound = 2 * 5 * M * (-0.1 * (gaps - 2 * M * radius)).exp()
+    (expected,) = torch.autograd.grad(bound.sum(), whole)
+    own = x[mine].clone().requires_grad_()
+    memory = cm.Memory(ShardedKeys(own, group=group, queries="sharded"), beta=0.1)
+    found = memory.error_bound(state[asked], index[asked])
+    close(found, bound[asked])
+    (gradient,) = torch.autograd.grad(total(found.sum(), group), own)
+    close(gradient, expected[mine])
+    assert sum(counts) == 6
+
+
+def test_gradient_of_the_error_bound(crew):
+    crew.run(gradient_of_a_bound, 2)
+
+
+def counted(group, rank, size):
+    with traffic() as outer:
+        with traffic() as inner:
+            pass
+        total(torch.ones(3), Ranks(group))
+    assert inner.bytes == 0
+    assert outer.bytes == 12.0  # 2 (P - 1) / P of three numbers of four bytes
+    assert outer.calls == 1
+
+
+def test_counters_nest(crew):
+    crew.run(counted, 2)
+
+
+def test_without_a_group_under_torchrun_nothing_pretends(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="init_process_group"):
+        ShardedKeys(torch.ones(2, 2))
