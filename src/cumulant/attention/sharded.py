@@ -30,7 +30,6 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
         return Attended(Fields(call, values_are_keys=shard.values is None))
     facts = ranks.agree("attend", lambda: _facts(query, shard, options), differ=("rows", "mask"))
     rows, masks = facts["rows"], facts["mask"]
-    lifted = max(masks) > 1
     if not shard.sharded_queries and len(set(rows)) > 1:
         raise InputError(
             f"attend: replicated queries must be the same on every rank, but there are {rows} of "
@@ -58,12 +57,11 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
         call = replace(call, options=replace(call.options, ring=ring))
-        fields = Fields(call, values_are_keys=shard.values is None)
-        whole = fields.column
-    else:
-        fields = Fields(call, values_are_keys=shard.values is None)
+    fields = Fields(call, values_are_keys=shard.values is None)
+    whole = fields.column
+    if route != "ring":
         parts = over_ranks(ranks, rows if route == "gather" else None)
-        whole = joined([fields.column], parts, lifted=lifted)
+        whole = joined([fields.column], parts, lifted=max(masks) > 1)
 
     def compute(name: str) -> Tensor:
         # Fields are computed when asked for, so all ranks must ask for the same one.
