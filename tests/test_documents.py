@@ -77,7 +77,8 @@ def taken_apart(text):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(path, capsys):
+def test_examples_run(path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) >= 3

@@ -39,8 +39,14 @@ def run(leaves, tangents, seed):
     elif kind == "fields":
         a = cm.attend(*leaves)
         a.entropy, a.score_variance, a.log_normalizer
+    elif kind == "half":
+        cm.attend(halves[0][..., :64, :], halves[-1]).mean
 
+halves = [small[0].detach().bfloat16()]
 run(small, [torch.randn_like(x) for x in small], torch.randn(1, 1, 64, d))
+halves.append(torch.ones(n, d, dtype=torch.bfloat16))
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # forget the peak of making the inputs
 before = status("VmRSS")
 run(leaves, others[:3], others[3])
 print(json.dumps(status("VmHWM") - before))
@@ -66,6 +72,12 @@ def test_below_128_megabytes_at_16384(kind):
 def test_third_order_is_linear_too():
     """The scores alone would be 256 MB, and third order would hold many copies of them."""
     assert growth("third order", 8192) < 256
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+def test_half_precision_keys_that_are_values_are_widened_once():
+    """In single precision they are 128 MB."""
+    assert growth("half", 2**19) < 192
 
 
 MEASURES = """

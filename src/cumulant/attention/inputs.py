@@ -129,7 +129,8 @@ def prepare(
         raise fail("attn_mask must be on the device of the query: move it with .to(query.device).")
     output = autocast or query.dtype
     compute = torch.float32 if output in _HALF else output
-    tensors = {n: x.to(compute) for n, x in tensors.items()}
+    tensors = {n: x.to(compute) for n, x in tensors.items() if n != "value" or x is not key}
+    tensors.setdefault("value", tensors["key"])  # one copy where the keys are the values
     if isinstance(scale, Tensor):
         _check_scale(scale, query, fail)
         tensors["query"] = tensors["query"] * scale.to(compute)

@@ -115,7 +115,7 @@ def cost(
     here = m[rank] if way == "ring" else M
     pairs = batch * here * (N if way == "ring" else n[rank])
     flops = pairs * (2 * d + 2 * e + (6 * d + 4 * e) * trained)
-    copies = (n[rank] * (d + e) + here * d) * wide * (size < wide)
+    copies = (n[rank] * held + here * d) * wide * (size < wide)
     memory = n[rank] * held * size + (M if way == "replicated" else m[rank]) * d * size + copies
     shards = min(others, 2) + 4 * trained if way == "ring" and P > 1 else trained
     memory += shards * max(n) * (d + e) * wide
@@ -124,7 +124,7 @@ def cost(
     rows = alive[way] if P > 1 else ((0, 1), (1, 2))
     memory += here * max(a * d + b * (e + 1) for a, b in rows[: 1 + trained]) * wide
     reads = (1 + trained) * (N if way == "ring" else n[rank]) * held * size
-    reads += 2 * n[rank] * (d + e) * wide * (size < wide)  # copies are written and read
+    reads += 2 * n[rank] * held * wide * (size < wide)  # copies are written and read
     return Cost(sent, messages, hops, flops, batch * memory, batch * reads)
 
 
