@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Some virtual machines announce AMX and then fault on its instructions ("Illegal instruction" in a
+# bfloat16 matrix product of torch's oneDNN). oneDNN reads this at its first use, and does without.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from cumulant.kernels import tiles
 
