@@ -129,6 +129,10 @@ def unlike_options(group, rank, size):
         memory.retrieve(x[:1], steps=1 + rank)
     with pytest.raises(InputError, match="tol"):
         memory.retrieve(x[:1], steps=9, tol=0.1 if rank else None)
+    for change in (lambda i: memory.remove([i]), lambda i: memory.replace([i], x[:1])):
+        with pytest.raises(InputError, match="agree on index"):
+            change(2 + rank)
+    assert len(memory) == 6
     with pytest.raises(InputError if rank else GroupError, match="beta"):
         cm.Memory(shard, beta=-1.0 if rank else 1.0)
     with pytest.raises(InputError, match="shape"):

@@ -10,13 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.distributed.ranks import Ranks
+from cumulant.distributed.ranks import Ranks, as_fact, checksum
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real, require
+from cumulant.measures.checks import finite, real, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
-from cumulant.memory.inputs import checked, given_kind, inverse_temperature, out_of_range
+from cumulant.memory.inputs import (
+    checked,
+    given_kind,
+    inverse_temperature,
+    one_each,
+    several,
+    states,
+)
 from cumulant.memory.retrieval import Retrieval, Rows, Settled, energy, plan, settle
 from cumulant.memory.stores import Answer, Local, Sharded, Store
 
@@ -32,10 +39,16 @@ class _Asked(NamedTuple):
     tol: float | None
     step_size: float
 
-    def numbers(self) -> dict[str, float]:
+    def facts(self) -> dict[str, int]:
         """What ranks must agree on."""
         tol = -1.0 if self.tol is None else self.tol
-        return {"steps": self.steps, "tol": tol, "step_size": self.step_size}
+        given = {"steps": self.steps, "tol": tol, "step_size": self.step_size}
+        return {f"the value of {n}": as_fact(x) for n, x in given.items()}
+
+
+def _same(at: Tensor) -> dict[str, int]:
+    """That ranks must be given the same numbers."""
+    return {"index (its checksum)": checksum(at)}
 
 
 class Memory:
@@ -154,7 +167,7 @@ class Memory:
             size = real("retrieve", "step_size", step_size, least=0.0, most=1.0, open_at_least=True)
             return _Asked(*self._states("retrieve", state), most, least, size)
 
-        xi, restore, most, tol, size = store.checked(check, _Asked.numbers)
+        xi, restore, most, tol, size = store.checked(check, _Asked.facts)
 
         def update(x: Tensor) -> Tensor:
             to = self._attend(x, self.patterns).mean()
@@ -209,7 +222,7 @@ class Memory:
         if index is None:
             at = self._index(xi)
         else:
-            at = store.checked(lambda: self._rows_of("error_bound", index, state, xi))
+            at = store.checked(lambda: self._named(index, state, xi))
         rows = torch.cat([self.patterns, self.separation()[..., None]], -1)
         found = store.take(rows.expand(*xi.shape[:-2], *rows.shape[-2:]), at)
         x, gap = found[..., :-1], found[..., -1]
@@ -261,7 +274,7 @@ class Memory:
         store = self._store
 
         def check() -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            at = self._numbers("replace", index)
+            at = several("replace", index, len(self), self.patterns.device)
             new = self._like_stored("replace", patterns, values)
             if new[0].shape[-2] != len(at):
                 raise InputError(
@@ -269,7 +282,7 @@ class Memory:
                 )
             return at, new
 
-        at, new = store.checked(check)
+        at, new = store.checked(check, lambda made: _same(made[0]))
         own = store.own(at)
         at = at[own] - store.before
         self.patterns = self.patterns.index_copy(-2, at, new[0][..., own, :])
@@ -284,12 +297,12 @@ class Memory:
         store = self._store
 
         def check() -> Tensor:
-            at = self._numbers("remove", index)
+            at = several("remove", index, len(self), self.patterns.device)
             if len(at) == len(self):
                 raise InputError("remove: a memory must keep at least one pattern.")
             return at
 
-        at = store.checked(check)
+        at = store.checked(check, _same)
         keep = torch.ones(self.patterns.shape[-2], dtype=torch.bool, device=self.patterns.device)
         keep[at[store.own(at)] - store.before] = False
         values = None if self.values is None else self.values[..., keep, :]
@@ -363,49 +376,12 @@ class Memory:
         )
 
     def _states(self, owner: str, state: Tensor) -> tuple[Tensor, Rows]:
-        """States as the kernels take them, and the way back for a row quantity."""
-        xi = finite(owner, "state", numbers(owner, state=state)[0]["state"])
-        d, sets = self.patterns.shape[-1], self.patterns.shape[:-2]
-        if xi.ndim < 2 or xi.shape[-1] != d:
-            raise InputError(
-                f"{owner}: state must have shape (*batch, Q, {d}) to meet patterns "
-                f"{tuple(self.patterns.shape)}, but has {tuple(xi.shape)}. A single state goes in "
-                "as x[None]."
-            )
-        if xi.device != self.patterns.device:
-            raise InputError(
-                f"{owner}: state is on {xi.device}, the patterns are on {self.patterns.device}."
-            )
-        xi = finite(owner, f"state as {self.patterns.dtype}", xi.to(self.patterns.dtype))
-        shape = xi.shape
-        if not sets:  # one set of patterns: all states are queries of it
-            return xi.reshape(-1, d), Rows(shape[:-1])
-        try:
-            batch = torch.broadcast_shapes(shape[:-2], sets)
-        except RuntimeError:
-            raise InputError(
-                f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the "
-                f"sets of patterns, {tuple(sets)}."
-            ) from None
-        return xi.expand(*batch, *shape[-2:]), Rows(None)
+        return states(owner, state, self.patterns)
 
-    def _rows_of(self, owner: str, index: Any, state: Tensor, xi: Tensor) -> Tensor:
-        try:
-            at = torch.as_tensor(index, device=xi.device)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{owner}: index must be whole numbers, not {index!r:.40}.") from None
-        try:
-            if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
-                raise RuntimeError
-            at = at.expand(state.shape[:-1]) if self.patterns.ndim == 2 else at
-            at = at.reshape(xi.shape[:-1]) if self.patterns.ndim == 2 else at.expand(xi.shape[:-1])
-        except RuntimeError:
-            raise InputError(
-                f"{owner}: index must be whole numbers of shape {tuple(state.shape[:-1])}, one for "
-                f"each state, but is {at.dtype} of shape {tuple(at.shape)}."
-            ) from None
-        require((at >= 0) & (at < len(self)), lambda: out_of_range(owner, len(self)))
-        return at.long()
+    def _named(self, index: Any, state: Tensor, xi: Tensor) -> Tensor:
+        """The number of a pattern for each state."""
+        shape = state.shape[:-1] if self.patterns.ndim == 2 else xi.shape[:-1]
+        return one_each("error_bound", index, len(self), shape, xi.device).reshape(xi.shape[:-1])
 
     def _fixed(self, fixed_point: Tensor, state: Tensor, xi: Tensor) -> Tensor:
         rest, _ = self._states("error_bound", fixed_point)
@@ -415,20 +391,6 @@ class Memory:
                 f"but has {tuple(fixed_point.shape)}."
             )
         return rest
-
-    def _numbers(self, owner: str, index: Any) -> Tensor:
-        try:
-            at = torch.as_tensor(index, device=self.patterns.device)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{owner}: index must be whole numbers, not {index!r}.") from None
-        at = at.reshape(-1) if at.numel() else at.reshape(-1).long()
-        if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
-            raise InputError(f"{owner}: index must be whole numbers, not {at.dtype}.")
-        at = at.long()
-        require((at >= 0) & (at < len(self)), lambda: out_of_range(owner, len(self)))
-        if len(at.unique()) != len(at):
-            raise InputError(f"{owner}: index names a pattern twice.")
-        return at
 
     def _like_stored(
         self, owner: str, patterns: Tensor, values: Tensor | None

@@ -9,19 +9,15 @@ from torch import Tensor
 
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers, real, require
+from cumulant.memory.retrieval import Rows
 
-__all__ = ["checked", "given_kind", "inverse_temperature", "out_of_range"]
+__all__ = ["checked", "given_kind", "inverse_temperature", "one_each", "several", "states"]
 
 
 def given_kind(given: Any, kept: Tensor) -> torch.dtype:
     """The dtype results go back to: the caller's, if it was a real one."""
     real = isinstance(given, Tensor) and given.is_floating_point()
     return given.dtype if real else kept.dtype
-
-
-def out_of_range(owner: str, size: int) -> str:
-    """What to say of a number that no pattern has."""
-    return f"{owner}: index must lie between 0 and {size - 1}, the numbers of stored patterns."
 
 
 def checked(
@@ -69,3 +65,69 @@ def inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tens
         ),
     )
     return kept
+
+
+def states(owner: str, state: Tensor, patterns: Tensor) -> tuple[Tensor, Rows]:
+    """States as the kernels take them, and the way back for a row quantity."""
+    xi = finite(owner, "state", numbers(owner, state=state)[0]["state"])
+    d, sets = patterns.shape[-1], patterns.shape[:-2]
+    if xi.ndim < 2 or xi.shape[-1] != d:
+        raise InputError(
+            f"{owner}: state must have shape (*batch, Q, {d}) to meet patterns "
+            f"{tuple(patterns.shape)}, but has {tuple(xi.shape)}. A single state goes in as "
+            "x[None]."
+        )
+    if xi.device != patterns.device:
+        raise InputError(
+            f"{owner}: state is on {xi.device}, the patterns are on {patterns.device}."
+        )
+    xi = finite(owner, f"state as {patterns.dtype}", xi.to(patterns.dtype))
+    shape = xi.shape
+    if not sets:  # one set of patterns: all states are queries of it
+        return xi.reshape(-1, d), Rows(shape[:-1])
+    try:
+        batch = torch.broadcast_shapes(shape[:-2], sets)
+    except RuntimeError:
+        raise InputError(
+            f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the sets of "
+            f"patterns, {tuple(sets)}."
+        ) from None
+    return xi.expand(*batch, *shape[-2:]), Rows(None)
+
+
+def _numbers(owner: str, index: Any, count: int, device: torch.device) -> Tensor:
+    """Numbers of stored patterns, of which there are so many."""
+    try:
+        at = torch.as_tensor(index, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{owner}: index must be whole numbers, not {index!r:.40}.") from None
+    at = at if at.numel() else at.long()
+    if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
+        raise InputError(f"{owner}: index must be whole numbers, not {at.dtype}.")
+    require(
+        (at >= 0) & (at < count),
+        lambda: (
+            f"{owner}: index must lie between 0 and {count - 1}, the numbers of stored patterns."
+        ),
+    )
+    return at.long()
+
+
+def one_each(owner: str, index: Any, count: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """A number for each state of `shape`."""
+    at = _numbers(owner, index, count, device)
+    try:
+        return at.expand(shape)
+    except RuntimeError:
+        raise InputError(
+            f"{owner}: index must have shape {tuple(shape)}, one number for each state, but has "
+            f"{tuple(at.shape)}."
+        ) from None
+
+
+def several(owner: str, index: Any, count: int, device: torch.device) -> Tensor:
+    """Different numbers, ``(n,)``."""
+    at = _numbers(owner, index, count, device).reshape(-1)
+    if len(at.unique()) != len(at):
+        raise InputError(f"{owner}: index names a pattern twice.")
+    return at

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cumulant.attention.sharded import attend_sharded
 from cumulant.distributed import maps
-from cumulant.distributed.ranks import as_fact
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
@@ -27,7 +26,7 @@ from cumulant.memory.retrieval import here
 __all__ = ["Answer", "Local", "Sharded", "Store"]
 
 _T = TypeVar("_T")
-_Facts = Callable[[_T], Mapping[str, float]]
+_Facts = Callable[[_T], Mapping[str, int]]
 
 
 class Answer(NamedTuple):
@@ -108,14 +107,9 @@ class Sharded:
     def checked(self, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
         """What `make` returns; if it refuses what one rank was given, all ranks stop.
 
-        `facts` are numbers in it that must be the same everywhere.
+        `facts` of it must be the same everywhere.
         """
-
-        def numbers(made: _T) -> dict[str, int]:
-            given = {} if facts is None else facts(made)
-            return {f"the value of {n}": as_fact(x) for n, x in given.items()}
-
-        return self._ranks.checked("Memory", make, numbers)
+        return self._ranks.checked("Memory", make, facts or (lambda _: {}))
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
         options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}
