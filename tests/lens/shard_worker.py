@@ -25,6 +25,8 @@ toy_model()
 for late in ("pandas", "pyarrow.parquet", "scipy.special", "cumulant.lens.sensitivity"):
     import_module(late)
 
+PATIENCE = 60.0  # seconds that a rank waits for another
+
 # The eighth is cut into pieces, with windows.
 TEXTS = [*toy_sentences(7), " ".join(["the dog sat on a mat"] * 12), *toy_sentences(4, seed=1)]
 
@@ -46,7 +48,7 @@ def rank_of(rank, size, place, folder, how):
         *("gloo", f"file://{place}/store"),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE),
     )
     what, where, count = how or ("", -1, 0)
     texts, model, ticks = list(TEXTS), toy_model(), []
