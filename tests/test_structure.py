@@ -17,6 +17,7 @@ SOURCE = Path(cm.__file__).parent
 LAYERS = [
     *(
         "errors",
+        "eager",
         "figures",
         "pages",
         "distributed",
@@ -147,7 +148,9 @@ def test_import_waits_for_no_part_that_was_not_asked_for():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, second = out.stdout.splitlines()
-    assert set(first.split()) == {"attention", "distributed", "errors", "kernels", "measures"}
+    assert set(first.split()) == {
+        *("attention", "distributed", "eager", "errors", "kernels", "measures")
+    }
     assert "Hopfield" in second
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = cm.nonsense

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 import cumulant as cm
 from cumulant.contrastive import info_nce
@@ -147,6 +150,42 @@ def test_unlike_options_are_told_and_spoil_nothing(crew):
     crew.run(unlike_options, 2)
 
 
+def different_questions(group, rank, size, queries):
+    """Ranks that ask a memory different things, or of which one is refused, go on in step."""
+    x = draw(4, 3, seed=rank)
+    shard = ShardedKeys(x, group=group, queries=queries)
+    memory, state = cm.Memory(shard), draw(2, 3, seed=7)
+    answers = memory.retrieve(state)
+    pairs = [
+        (lambda: memory.energy(state), lambda: memory.retrieve(state)),
+        (lambda: memory.energy(state), lambda: memory.error_bound(state)),
+        (lambda: memory.replace([1], x[:1]), lambda: memory.remove([1])),
+        (lambda: memory.add(x), lambda: memory.separation()),
+        (lambda: answers.index, lambda: answers.energy),
+        (lambda: memory.energy(state), lambda: cm.attend(state, shard)),
+    ]
+    for pair in pairs:
+        with pytest.raises(GroupError, match="different calls: rank 0 in"):
+            pair[rank]()
+    assert len(memory) == 8
+    for options in ({"index": torch.tensor([1, 2])}, {"fixed_point": state}):
+        with pytest.raises(InputError, match=f"whether {next(iter(options))} is given"):
+            memory.error_bound(state, **(options if rank else {}))
+    with pytest.raises(InputError if rank else GroupError, match="have their values"):
+        cm.Memory(shard, values=x if rank else None)
+    with pytest.raises(InputError, match="the value of beta"):
+        cm.Memory(shard, beta=1.0 + rank)
+    if queries == "sharded":
+        with pytest.raises(InputError if rank else GroupError, match="leaves the range"):
+            memory.energy(state * 1e200 if rank else state)
+    assert memory.energy(state).isfinite().all()
+
+
+@pytest.mark.parametrize("queries", ["replicated", "sharded"])
+def test_a_memory_whose_ranks_ask_for_different_things(crew, queries):
+    crew.run(different_questions, 2, queries)
+
+
 def refused_addition(group, rank, size):
     memory = cm.Memory(ShardedKeys(draw(4, 3, seed=rank), group=group))
     with pytest.raises(InputError, match="requires gradients"):
@@ -182,6 +221,81 @@ def gradient_of_a_bound(group, rank, size):
 
 def test_gradient_of_the_error_bound(crew):
     crew.run(gradient_of_a_bound, 2)
+
+
+def one_rank_only(group, rank, size):
+    """What one rank alone does, and the others hear of at once."""
+    x, query = draw(3, 4, seed=rank), draw(2, 4, seed=5)
+    huge = x * 1e300 if rank else x
+    with pytest.raises(InputError if rank else GroupError, match="left the range"):
+        info_nce(huge, x * 1e20, similarity="dot", reduction="none", group=group)
+    with pytest.raises(InputError if rank else GroupError, match="temperature must be"):
+        info_nce(x, x, temperature=10**400 if rank else 0.1, group=group)
+    with torch.set_grad_enabled(rank == 0), pytest.raises(InputError, match="gradients"):
+        info_nce(x, x, similarity="dot", temperature=1.0, group=group)
+    with torch.autocast("cpu", enabled=rank == 0), pytest.raises(InputError, match="autocast"):
+        cm.attend(query.float(), ShardedKeys(x.float(), group=group))
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(x, x) if rank else x
+        for call in (
+            lambda: ShardedKeys(moved, group=group),
+            lambda: info_nce(moved, moved, group=group),
+            lambda: total(moved, group),
+            lambda: spread(moved, group),
+        ):
+            with pytest.raises(InputError, match="carries a tangent"):
+                call()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for other, why in (
+        (distribute_tensor(x, mesh), "DTensor"),
+        (x.to_sparse(), "dense"),
+        (x.to("meta"), "hold numbers"),
+    ):
+        for call in (lambda y: ShardedKeys(y, group=group), lambda y: total(y, group)):
+            with pytest.raises(InputError if rank else GroupError, match=why):
+                call(other if rank else x)
+    assert float(total(torch.ones(()), group)) == size
+
+
+def test_what_one_rank_alone_does(crew):
+    crew.run(one_rank_only, 2)
+
+
+def ring_with_other_defaults(group, rank, size):
+    """The dtype that tensors have by default is each process' own affair."""
+    q, k = draw(2, 4, seed=rank), draw(3, 4, seed=10 + rank)
+    torch.set_default_dtype(torch.float64 if rank else torch.float32)
+    try:
+        shard = ShardedKeys(k, group=group, queries="sharded", route="ring")
+        found = cm.attend(q.requires_grad_(), shard, is_causal=True)
+        total(found.mean.sin().sum(), group).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert q.grad.isfinite().all()
+
+
+def test_a_ring_of_ranks_with_different_default_dtypes(crew):
+    crew.run(ring_with_other_defaults, 2)
+
+
+def compiled(group, rank, size, way):
+    """Compiled code leaves what ranks say to each other as it is."""
+    how = {} if way == "replicated" else {"queries": "sharded", "route": way}
+    k = draw(3, 4, seed=rank).requires_grad_()
+    q = draw(2, 4, seed=9 if way == "replicated" else 20 + rank)
+
+    def loss(k):
+        found = cm.attend(q, ShardedKeys(k, group=group, **how)).mean.sin().sum()
+        return found if way == "replicated" else total(found, group)
+
+    (expected,) = torch.autograd.grad(loss(k), k)
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(k), k)
+    close(found, expected)
+
+
+def test_compiled_losses(crew):
+    for way in ("replicated", "gather", "ring"):
+        crew.run(compiled, 2, way)
 
 
 def counted(group, rank, size):

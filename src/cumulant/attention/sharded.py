@@ -14,6 +14,7 @@ from cumulant.attention.joining import joined
 from cumulant.distributed.maps import gather_rows, spread
 from cumulant.distributed.ranks import as_fact, describe, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
+from cumulant.eager import eager
 from cumulant.errors import InputError
 from cumulant.kernels.merge import over_ranks
 from cumulant.kernels.ring import Ring
@@ -21,6 +22,7 @@ from cumulant.kernels.ring import Ring
 __all__ = ["attend_sharded"]
 
 
+@eager
 def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -> Attended:
     """Attention over the keys of all ranks, for queries that all share or that each has its own."""
     keys, values, ranks = shard.keys, shard.values, shard.ranks
@@ -63,6 +65,7 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
         parts = over_ranks(ranks, rows if route == "gather" else None)
         whole = joined([fields.column], parts, lifted=max(masks) > 1)
 
+    @eager
     def compute(name: str) -> Tensor:
         # Fields are computed when asked for, so all ranks must ask for the same one.
         recorded = {"whether gradients are computed": int(torch.is_grad_enabled())}
@@ -100,6 +103,7 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
         **describe(query=query),
         **{n: x for n, x in held.items() if n.startswith(("dtype", "whether"))},
         "whether gradients are computed": int(torch.is_grad_enabled()),
+        "whether autocast is on": int(torch.is_autocast_enabled(query.device.type)),
         "whether it is causal": int(options["is_causal"]),
         "whether heads are grouped": int(options["enable_gqa"]),
         "the window to the left": left,

@@ -206,9 +206,9 @@ def info_nce(
         named = None if labels is None else label_rows("info_nce", labels, q, k)
         return _Local(q, k, extra, kind, bias, extra_bias, named)
 
-    q, k, extra, kind, bias, extra_bias, named = room.enter(
-        local,
-        {
+    def facts() -> dict[str, int]:
+        return {
+            "whether gradients are computed": int(torch.is_grad_enabled()),
             "whether it is symmetric": int(bool(symmetric)),
             "whether losses are averaged": int(reduction == "mean"),
             "whether losses are summed": int(reduction == "sum"),
@@ -219,8 +219,9 @@ def info_nce(
             "whether log_weights require gradients": _learned(log_weights),
             "whether log_weights are given": int(log_weights is not None),
             "whether labels are given": int(labels is not None),
-        },
-    )
+        }
+
+    q, k, extra, kind, bias, extra_bias, named = room.enter("info_nce", local, facts)
     if named is not None:
         others = named[1].expand(k.shape[:-1])
         labels = named[0], room.gather(others[..., None])[..., 0]
@@ -272,7 +273,7 @@ def _learned(x: Any) -> int:
 
 def _number(x: Any) -> int:
     """A plain number as ranks compare it; a tensor, which may be learned, is taken as it is."""
-    return as_fact(float(x)) if isinstance(x, int | float) else 0
+    return 0 if isinstance(x, Tensor) else as_fact(float(x))
 
 
 def nt_xent(
@@ -303,7 +304,7 @@ def nt_xent(
         views = torch.cat([first, second])
         return views, views
 
-    views, _ = room.enter(both, {})
+    views, _ = room.enter("nt_xent", both)
     partner = torch.arange(len(views), device=views.device).roll(len(first)) + room.own.start
     return info_nce(
         views, views, positives=partner, temperature=temperature, exclude="self", group=group

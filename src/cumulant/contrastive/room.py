@@ -35,7 +35,9 @@ class Room:
         self.rows: tuple[int, ...] = ()
         self.anchors = 0
 
-    def enter(self, prepare: Callable[[], _Pair], facts: dict[str, int]) -> _Pair:
+    def enter(
+        self, what: str, prepare: Callable[[], _Pair], facts: Callable[[], dict[str, int]] = dict
+    ) -> _Pair:
         """Check this rank's anchors and keys, the first two, and learn how many others have."""
         made: list[_Pair] = []
 
@@ -43,9 +45,9 @@ class Room:
             made.append(prepare())
             q, k = made[0][:2]
             counts = {"anchors": q.shape[-2], "keys": k.shape[-2]}
-            return {**describe(anchors=q, keys=k), **facts, **counts}
+            return {**describe(anchors=q, keys=k), **facts(), **counts}
 
-        found = self.ranks.agree("info_nce", check, differ=("anchors", "keys"))
+        found = self.ranks.agree(what, check, differ=("anchors", "keys"))
         self.rows, self.anchors = tuple(found["keys"]), sum(found["anchors"])
         if not self.anchors or not sum(self.rows):
             raise InputError("info_nce: there must be anchors and keys on some rank.")
@@ -85,14 +87,19 @@ class Reduce:
             if self.reduction == "mean":
                 out = out / (math.prod(loss.shape[:-1]) * self.room.anchors)
         out = out.to(kind)
-        require(
-            out.isfinite(),
-            lambda: (
-                f"info_nce: the loss left the range of {kind}: the scores, inner products over the "
-                "temperature plus log-weights, are too large, or so is a sum. Scale them down, or "
-                "use a wider dtype."
-            ),
-        )
+
+        def check() -> None:
+            require(
+                out.isfinite(),
+                lambda: (
+                    f"info_nce: the loss left the range of {kind}: the scores, inner products over "
+                    "the temperature plus log-weights, are too large, or so is a sum. Scale them "
+                    "down, or use a wider dtype."
+                ),
+            )
+
+        # What is reduced is the same on every rank, and all of them refuse it or none.
+        self.room.checked(check) if self.reduction == "none" else check()
         return out
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cumulant.distributed.ranks import Group, Ranks, describe, shape_of
+from cumulant.eager import eager
 from cumulant.errors import InputError
 
 __all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
@@ -62,6 +63,11 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(ranks, name, rows, x.movedim(in_dims[3] or 0, 0)), 0
 
 
+@eager
+def _apply(ranks: Ranks, name: str, rows: Rows, x: Tensor) -> Tensor:
+    return _Linear.apply(ranks, name, rows, x)
+
+
 class _Largest(torch.autograd.Function):
     """The maximum over ranks as a constant."""
 
@@ -88,6 +94,7 @@ class _Largest(torch.autograd.Function):
         return _Largest.apply(ranks, x.movedim(in_dims[1] or 0, 0)), 0
 
 
+@eager
 def largest(x: Tensor, ranks: Ranks) -> Tensor:
     """The entrywise maximum over ranks, without derivative."""
     return x.detach() if ranks.alone else _Largest.apply(ranks, x.detach())
@@ -95,12 +102,12 @@ def largest(x: Tensor, ranks: Ranks) -> Tensor:
 
 def gather_rows(x: Tensor, ranks: Ranks, rows: Sequence[int]) -> Tensor:
     """`gather` where it is known how many rows each rank has."""
-    return x if ranks.alone else _Linear.apply(ranks, "gather", tuple(rows), x)
+    return x if ranks.alone else _apply(ranks, "gather", tuple(rows), x)
 
 
 def scatter_rows(x: Tensor, ranks: Ranks, rows: Sequence[int]) -> Tensor:
     """This rank's rows of the sum over ranks; the adjoint of `gather_rows`."""
-    return x if ranks.alone else _Linear.apply(ranks, "scatter", tuple(rows), x)
+    return x if ranks.alone else _apply(ranks, "scatter", tuple(rows), x)
 
 
 def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
@@ -118,7 +125,7 @@ def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
     else:
         ranks = Ranks(group)
         ranks.agree("total", lambda: shape_of("total", x))
-    return x if ranks.alone else _Linear.apply(ranks, "total", (), x)
+    return x if ranks.alone else _apply(ranks, "total", (), x)
 
 
 def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
@@ -138,7 +145,7 @@ def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
         ranks = Ranks(group)
         learned = "whether it requires gradients"
         ranks.agree("spread", lambda: {**shape_of("spread", x), learned: int(x.requires_grad)})
-    return x if ranks.alone else _Linear.apply(ranks, "spread", (), x)
+    return x if ranks.alone else _apply(ranks, "spread", (), x)
 
 
 def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from cumulant.eager import eager
 from cumulant.errors import GroupError, InputError
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Ranks",
     "Traffic",
     "as_fact",
+    "carries_tangent",
     "checksum",
     "describe",
     "launched",
@@ -265,6 +268,7 @@ class Ranks:
 
         return wait
 
+    @eager
     def agree(
         self,
         what: str,
@@ -402,14 +406,28 @@ def _unpacked(number: int) -> str:
 
 
 def describe(**named: Tensor) -> dict[str, int]:
-    """Facts of tensors that ranks must agree on: dtype, batch, features, who wants gradients."""
+    """Facts of tensors that ranks must agree on: dtype, batch, features, who wants derivatives."""
     facts: dict[str, int] = {}
     for name, x in named.items():
+        _plain(name, x)
         facts[f"dtype of {name}"] = _kind(x)
         facts[f"batch of {name}"] = packed(x.shape[:-2])
         facts[f"features of {name}"] = x.shape[-1]
         facts[f"whether {name} requires gradients"] = int(x.requires_grad)
+        facts[f"whether {name} carries a tangent"] = carries_tangent(x)
     return facts
+
+
+def carries_tangent(x: Tensor) -> int:
+    """1 if it is a dual number; ranks that push tangents forward must do so together."""
+    return int(forward_ad.unpack_dual(x).tangent is not None)
+
+
+def _plain(name: str, x: Tensor) -> None:
+    if hasattr(x, "to_local"):
+        raise InputError(f"{name} is a DTensor: give this rank's own part, such as x.to_local().")
+    if x.layout != torch.strided or x.is_meta:
+        raise InputError(f"{name} must be dense and hold numbers, not {x.layout} on {x.device}.")
 
 
 def _kind(x: Tensor) -> int:
@@ -421,7 +439,9 @@ def shape_of(what: str, x: Any) -> dict[str, int]:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{what}: takes a real floating-point tensor, not {kind}.")
-    return {"dtype": _kind(x), "shape": packed(x.shape)}
+    _plain(f"{what}: the tensor", x)
+    tangent = {"whether it carries a tangent": carries_tangent(x)}
+    return {"dtype": _kind(x), "shape": packed(x.shape), **tangent}
 
 
 def _front(x: Tensor, rows: int) -> Tensor:

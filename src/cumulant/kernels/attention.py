@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.eager import eager
 from cumulant.kernels import formulas, fused
-from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.ring import Ring

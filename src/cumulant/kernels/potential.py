@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import (
     Options,
@@ -26,7 +27,6 @@ from cumulant.kernels.attention import (
     results_of,
     scores_are_small,
 )
-from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.tiles import (
     Arguments,

@@ -60,5 +60,5 @@ class Ring:
 
     def somewhere(self, here: bool) -> bool:
         """Whether it holds on any rank: then all must act alike."""
-        flag = torch.tensor([float(here)])
+        flag = torch.tensor([float(here)], dtype=torch.float32)
         return bool(self.ranks.largest(flag.to(self.ranks.device)) > 0)

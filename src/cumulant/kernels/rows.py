@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
-from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX, LOG2_E, row_sum, with_scale
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate
 

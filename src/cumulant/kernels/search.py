@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cumulant.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
-from cumulant.kernels.eager import eager
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.rows import dropped, sort_rows
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate, walk

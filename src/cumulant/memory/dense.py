@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cumulant.distributed.ranks import Ranks, as_fact, checksum
+from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, real, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
 from cumulant.memory.inputs import (
+    Asked,
+    Bounded,
+    beta_facts,
     checked,
     given_kind,
     inverse_temperature,
     one_each,
+    same_numbers,
     several,
     states,
 )
@@ -28,27 +32,6 @@ from cumulant.memory.retrieval import Retrieval, Rows, Settled, energy, plan, se
 from cumulant.memory.stores import Answer, Local, Sharded, Store
 
 __all__ = ["Memory", "Retrieval"]
-
-
-class _Asked(NamedTuple):
-    """A checked call of `retrieve`."""
-
-    state: Tensor
-    restore: Rows
-    steps: int
-    tol: float | None
-    step_size: float
-
-    def facts(self) -> dict[str, int]:
-        """What ranks must agree on."""
-        tol = -1.0 if self.tol is None else self.tol
-        given = {"steps": self.steps, "tol": tol, "step_size": self.step_size}
-        return {f"the value of {n}": as_fact(x) for n, x in given.items()}
-
-
-def _same(at: Tensor) -> dict[str, int]:
-    """That ranks must be given the same numbers."""
-    return {"index (its checksum)": checksum(at)}
 
 
 class Memory:
@@ -92,18 +75,21 @@ class Memory:
         self._shard: ShardedKeys | None = None
         if isinstance(patterns, ShardedKeys):
             self._shard = patterns
-            if values is not None:
-                raise InputError("Memory: sharded patterns have their values: ShardedKeys(x, v).")
             if len(patterns) == 0:
                 raise InputError("Memory: there must be a pattern on some rank.")
+            given = values
             patterns, values = patterns.keys, patterns.values
+        else:
+            given = None
         ranks = Ranks.solo() if self._shard is None else self._shard.ranks
 
         def check() -> tuple[dict[str, Tensor], float | Tensor]:
+            if given is not None:
+                raise InputError("Memory: sharded patterns have their values: ShardedKeys(x, v).")
             got = checked("Memory", patterns=patterns, values=values, empty=not ranks.alone)
             return got, inverse_temperature("Memory", beta, got["patterns"])
 
-        got, self.beta = ranks.checked("Memory", check)
+        got, self.beta = ranks.checked("Memory", check, lambda made: beta_facts(made[1]))
         self.patterns, self.values = got["patterns"], got.get("values")
         self._kind = given_kind(patterns, self.patterns)
         self._value_kind = given_kind(patterns if values is None else values, self.patterns)
@@ -129,7 +115,7 @@ class Memory:
 
     def energy(self, state: Tensor) -> Tensor:
         """E(state) >= 0, ``(*batch, Q)``, differentiable to any order (T19)."""
-        xi, restore = self._store.checked(lambda: self._states("energy", state))
+        xi, restore = self._store.checked("Memory.energy", lambda: self._states("energy", state))
         return restore(self._energy(xi))
 
     def retrieve(
@@ -162,12 +148,12 @@ class Memory:
         """
         store = self._store
 
-        def check() -> _Asked:
+        def check() -> Asked:
             most, least = plan("retrieve", steps, tol)
             size = real("retrieve", "step_size", step_size, least=0.0, most=1.0, open_at_least=True)
-            return _Asked(*self._states("retrieve", state), most, least, size)
+            return Asked(*self._states("retrieve", state), most, least, size)
 
-        xi, restore, most, tol, size = store.checked(check, _Asked.facts)
+        xi, restore, most, tol, size = store.checked("Memory.retrieve", check, Asked.facts)
 
         def update(x: Tensor) -> Tensor:
             to = self._attend(x, self.patterns).mean()
@@ -177,8 +163,7 @@ class Memory:
             xi = xi.clone()  # the result is not the caller's tensor
         separate = self.patterns.ndim == 2
         found = settle(update, xi, most, tol, separate=separate, still=store.still)
-        whole = found.state.isfinite()
-        store.checked(lambda: require(whole, lambda: self._overflow("retrieve")))
+        self._within("retrieve", found.state)
         if tol is None:
             tol = math.sqrt(torch.finfo(xi.dtype).eps)
             rest = found.change <= tol * store.largest_norm()
@@ -197,9 +182,11 @@ class Memory:
         Infinite for a pattern that is alone. Differentiable almost everywhere; over ranks, where it
         is that of this rank's patterns, without derivative.
         """
-        gaps = self._store.gaps()
+        store = self._store
+        store.checked("Memory.separation", lambda: None)
+        gaps = store.gaps()
         if len(self) > 1:
-            require(gaps.isfinite(), lambda: self._overflow("separation"))
+            self._within("separation", gaps)
         return gaps
 
     def error_bound(
@@ -218,17 +205,21 @@ class Memory:
                 paper, whose bound is for the distance to a fixed point too.
         """
         store = self._store
-        xi, restore = store.checked(lambda: self._states("error_bound", state))
-        if index is None:
+
+        def check() -> Bounded:
+            xi, restore = self._states("error_bound", state)
+            at = None if index is None else self._named(index, state, xi)
+            rest = None if fixed_point is None else self._fixed(fixed_point, state, xi)
+            return Bounded(xi, restore, at, rest)
+
+        xi, restore, at, rest = store.checked("Memory.error_bound", check, Bounded.facts)
+        if at is None:
             at = self._index(xi)
-        else:
-            at = store.checked(lambda: self._named(index, state, xi))
         rows = torch.cat([self.patterns, self.separation()[..., None]], -1)
         found = store.take(rows.expand(*xi.shape[:-2], *rows.shape[-2:]), at)
         x, gap = found[..., :-1], found[..., -1]
         radius = torch.linalg.vector_norm(xi - x, dim=-1)
-        if fixed_point is not None:
-            rest = store.checked(lambda: self._fixed(fixed_point, state, xi))
+        if rest is not None:
             radius = torch.maximum(radius, torch.linalg.vector_norm(rest - x, dim=-1))
         M = store.largest_norm()
         exponent = self._beta_rows() * (gap - 2 * M * radius)
@@ -258,7 +249,7 @@ class Memory:
         The whole store is copied once a call: add many at a time. Over ranks, each adds to its own
         (perhaps none), and the numbers of patterns behind them move up.
         """
-        new = self._store.checked(lambda: self._like_stored("add", patterns, values))
+        new = self._store.checked("Memory.add", lambda: self._like_stored("add", patterns, values))
         self._keep(
             torch.cat([self.patterns, new[0]], -2),
             None if self.values is None else torch.cat([self.values, new[1]], -2),
@@ -282,7 +273,7 @@ class Memory:
                 )
             return at, new
 
-        at, new = store.checked(check, lambda made: _same(made[0]))
+        at, new = store.checked("Memory.replace", check, lambda made: same_numbers(made[0]))
         own = store.own(at)
         at = at[own] - store.before
         self.patterns = self.patterns.index_copy(-2, at, new[0][..., own, :])
@@ -302,7 +293,7 @@ class Memory:
                 raise InputError("remove: a memory must keep at least one pattern.")
             return at
 
-        at = store.checked(check, _same)
+        at = store.checked("Memory.remove", check, same_numbers)
         keep = torch.ones(self.patterns.shape[-2], dtype=torch.bool, device=self.patterns.device)
         keep[at[store.own(at)] - store.before] = False
         values = None if self.values is None else self.values[..., keep, :]
@@ -359,21 +350,27 @@ class Memory:
         count = torch.full_like(G[..., :1], math.log(len(self)))
         beta = torch.as_tensor(self._beta_rows(), dtype=xi.dtype, device=xi.device)
         value = energy(xi, G, count, beta, self._store.largest_norm())
-        require(value.isfinite(), lambda: self._overflow("energy"))
-        return value
+        return self._within("energy", value)
 
     def _index(self, xi: Tensor) -> Tensor:
-        store = self._store
-        store.checked(lambda: None)  # the ranks must be in the same question
-        score, index = store.best(xi)
-        require(score.isfinite(), lambda: self._overflow("index"))
+        score, index = self._store.best(xi)
+        self._within("index", score)
         return index
 
-    def _overflow(self, what: str) -> str:
-        return (
-            f"{what}: beta <state, pattern> leaves the range of {self.patterns.dtype}; scale "
-            "states and patterns down, or use a wider dtype."
-        )
+    def _within(self, what: str, x: Tensor) -> Tensor:
+        """What was computed, if it is finite."""
+
+        def check() -> None:
+            require(
+                x.isfinite(),
+                lambda: (
+                    f"{what}: beta <state, pattern> leaves the range of {self.patterns.dtype}; "
+                    "scale states and patterns down, or use a wider dtype."
+                ),
+            )
+
+        self._store.checked(f"Memory.{what}, computed", check)
+        return x
 
     def _states(self, owner: str, state: Tensor) -> tuple[Tensor, Rows]:
         return states(owner, state, self.patterns)
@@ -452,11 +449,15 @@ class _Answers:
 
     def __call__(self, name: str) -> Tensor:
         memory, found = self._memory, self._found
-        if self._seen()[name] != self._versions[name]:
-            raise InputError(
-                f"{name} is computed when it is asked for, but states, patterns, values or beta "
-                "were changed in place since: ask for it first, or clone them."
-            )
+
+        def check() -> None:
+            if self._seen()[name] != self._versions[name]:
+                raise InputError(
+                    f"{name} is computed when it is asked for, but states, patterns, values or "
+                    "beta were changed in place since: ask for it first, or clone them."
+                )
+
+        memory._store.checked(f"retrieve(...).{name}", check)
         if name == "energy":
             return self._restore(memory._energy(found.state))
         if name == "index":

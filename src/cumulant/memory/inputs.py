@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cumulant.distributed.ranks import as_fact, checksum
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers, real, require
 from cumulant.memory.retrieval import Rows
 
-__all__ = ["checked", "given_kind", "inverse_temperature", "one_each", "several", "states"]
+__all__ = [
+    "Asked",
+    "Bounded",
+    "beta_facts",
+    "checked",
+    "given_kind",
+    "inverse_temperature",
+    "one_each",
+    "same_numbers",
+    "several",
+    "states",
+]
+
+
+class Asked(NamedTuple):
+    """A checked call of `retrieve`."""
+
+    state: Tensor
+    restore: Rows
+    steps: int
+    tol: float | None
+    step_size: float
+
+    def facts(self) -> dict[str, int]:
+        """What ranks must agree on."""
+        tol = -1.0 if self.tol is None else self.tol
+        given = {"steps": self.steps, "tol": tol, "step_size": self.step_size}
+        return {f"the value of {n}": as_fact(x) for n, x in given.items()}
+
+
+class Bounded(NamedTuple):
+    """A checked call of `error_bound`."""
+
+    state: Tensor
+    restore: Rows
+    at: Tensor | None
+    fixed_point: Tensor | None
+
+    def facts(self) -> dict[str, int]:
+        """What ranks must agree on."""
+        given = {"index": self.at, "fixed_point": self.fixed_point}
+        return {f"whether {n} is given": int(x is not None) for n, x in given.items()}
+
+
+def beta_facts(beta: float | Tensor) -> dict[str, int]:
+    """Of a number its value; of a tensor, which may be learned, what it is."""
+    learned = isinstance(beta, Tensor) and beta.requires_grad
+    return {
+        "the value of beta": 0 if isinstance(beta, Tensor) else as_fact(beta),
+        "whether beta is a tensor": int(isinstance(beta, Tensor)),
+        "whether beta requires gradients": int(learned),
+    }
+
+
+def same_numbers(at: Tensor) -> dict[str, int]:
+    """That ranks must be given the same numbers."""
+    return {"index (its checksum)": checksum(at)}
 
 
 def given_kind(given: Any, kept: Tensor) -> torch.dtype:

@@ -45,8 +45,8 @@ class Local:
     def count(self) -> int:
         return self._patterns.shape[-2]
 
-    def checked(self, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
-        """What `make` returns, which checks what was given to this process."""
+    def checked(self, what: str, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
+        """What `make` returns, which checks what was given to the call `what`."""
         return make()
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
@@ -104,12 +104,12 @@ class Sharded:
     def count(self) -> int:
         return len(self._shard)
 
-    def checked(self, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
+    def checked(self, what: str, make: Callable[[], _T], facts: _Facts[_T] | None = None) -> _T:
         """What `make` returns; if it refuses what one rank was given, all ranks stop.
 
-        `facts` of it must be the same everywhere.
+        They also do if they are not all in the call `what`. `facts` must be the same everywhere.
         """
-        return self._ranks.checked("Memory", make, facts or (lambda _: {}))
+        return self._ranks.checked(what, make, facts or (lambda _: {}))
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
         options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}

@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of the streaming loops."""
+"""Keeping torch.compile out of the streaming loops, and of what ranks say to each other."""
 
 from __future__ import annotations
 
