@@ -125,7 +125,14 @@ class TestChunks:
         named = {"input": x, "other": y}
         assert torch.equal(encode_in_chunks(torch.sub, named, 2), expected)
 
-    @pytest.mark.parametrize("inputs", [(), torch.zeros(0, 2), (torch.ones(2), torch.ones(3)), 3.0])
+    def test_a_batch_without_rows_still_knows_the_encoder(self):
+        encoder = torch.nn.Linear(4, 2)
+        z = encode_in_chunks(encoder, torch.zeros(0, 4), 3)
+        assert z.shape == (0, 2)
+        z.sum().backward()
+        assert encoder.weight.grad.eq(0).all()
+
+    @pytest.mark.parametrize("inputs", [(), (torch.ones(2), torch.ones(3)), 3.0])
     def test_bad_inputs(self, inputs):
         with pytest.raises(cm.InputError, match="inputs must be"):
             encode_in_chunks(torch.sum, inputs, 2)

@@ -72,6 +72,23 @@ def test_variance_of_merged_values_far_from_zero(offset):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
 
+def far_from_zero(group, rank, size, how):
+    """Single precision: what all values have in common costs no digits, on ranks as alone."""
+    q = draw(6, 16, seed=1).float()
+    k, v = draw(300, 16, seed=2).float() + 100, draw(300, 4, seed=3).float() + 1e4
+    exact = cm.attend(q.double(), k.double(), v.double()).value_variance
+    parts = [x.tensor_split(size)[rank] for x in (k, v)]
+    found = cm.attend(q, ShardedKeys(*parts, group=group, **how)).value_variance
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"queries": "sharded", "route": "gather"}], ids=["replicated", "gather"]
+)
+def test_variance_of_values_far_from_zero_over_ranks(crew, how):
+    crew.run(far_from_zero, 3, how)
+
+
 def keys_that_change(group, rank, size):
     k = draw(4, 3, seed=rank)
     shard = ShardedKeys(k, group=group, queries="sharded", route="ring")

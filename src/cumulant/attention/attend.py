@@ -116,8 +116,8 @@ class Fields:
         """One field as the kernels have it, ``(*batch, M, features)``.
 
         Beside the public ones: ``lowered``, the log-normalizer without ``lift``, what was taken off
-        the bias; ``value_moments``, mean and variance of the values side by side, in double
-        precision where there is one.
+        the bias; ``value_moments``, mean and variance of the values and ``lowered`` side by side,
+        in double precision where there is one.
         """
         self.check(name)
         return getattr(self, name)()
@@ -180,7 +180,8 @@ class Fields:
 
     def value_variance(self) -> Tensor:
         mean = self.mean()
-        variance = self.value_moments()[..., mean.shape[-1] :]
+        width = mean.shape[-1]
+        variance = self.value_moments()[..., width : 2 * width]
         return variance.to(mean.dtype).masked_fill(~mean.isfinite(), math.nan)
 
     def value_moments(self) -> Tensor:
@@ -197,9 +198,9 @@ class Fields:
         features = value.shape[-1]
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         given["value"] = torch.cat([value, value * value], -1)
-        both = attention(given, self._call.options).mean
+        both, normalizer, _ = attention(given, self._call.options)
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
-        return torch.cat([both[..., :features] + center, variance], -1)
+        return torch.cat([both[..., :features] + center, variance, normalizer], -1)
 
 
 def finished(call: Call, name: str, column: Tensor) -> Tensor:

@@ -24,19 +24,25 @@ def joined(
     lifts: list[Tensor] = []
     done: dict[str, Tensor] = {}
 
+    def gathered(normalizers: Sequence[Tensor]) -> tuple[Pool, Tensor | None]:
+        """The pool, and what was taken off the bias of all sets."""
+        if not lifted:
+            return Pool(normalizers, parts), None
+        # What is common to all sets stays out, so that the rest keeps its digits.
+        own = [
+            each("lift").masked_fill(x == -math.inf, -math.inf)
+            for each, x in zip(sets, normalizers, strict=True)
+        ]
+        lift = parts.largest(own)
+        lift = lift.masked_fill(lift == -math.inf, 0.0)
+        lowered = [G + (x - lift) for G, x in zip(normalizers, own, strict=True)]
+        return Pool(lowered, parts), parts.own(lift)
+
     def pool() -> Pool:
         if not pools:
-            normalizers = [each("lowered") for each in sets]
-            if lifted:  # what is common to all sets stays out, so that the rest keeps its digits
-                own = [
-                    each("lift").masked_fill(x == -math.inf, -math.inf)
-                    for each, x in zip(sets, normalizers, strict=True)
-                ]
-                lift = parts.largest(own)
-                lift = lift.masked_fill(lift == -math.inf, 0.0)
-                lifts.append(parts.own(lift))
-                normalizers = [G + (x - lift) for G, x in zip(normalizers, own, strict=True)]
-            pools.append(Pool(normalizers, parts))
+            made, lift = gathered([each("lowered") for each in sets])
+            pools.append(made)
+            lifts.extend([] if lift is None else [lift])
         return pools[0]
 
     def mean(name: str) -> Tensor:
@@ -53,7 +59,8 @@ def joined(
             return lifts[0] if lifts else zero
         if name == "value_variance":
             moments, plain = compute("value_moments"), mean("mean")
-            variance = moments[..., plain.shape[-1] :].to(plain.dtype)
+            width = plain.shape[-1]
+            variance = moments[..., width : 2 * width].to(plain.dtype)
             return variance.masked_fill(~plain.isfinite(), math.nan)
         own = [each(name) for each in sets]  # before the pool: entropy brings G and mean with it
         if name == "entropy":
@@ -64,12 +71,11 @@ def joined(
             return pool().variance(mean("score_mean"), pairs)
         if name == "value_moments":
             width = own[0].shape[-1] // 2
-            pairs = [(x[..., :width], x[..., width:]) for x in own]
-            # The mass again, as precise as these: it must be the sum of the very weights.
-            ones = [torch.ones_like(m[..., :1]) for m, _ in pairs]
-            center, mass = pool().means([m for m, _ in pairs], ones)
-            center = center / mass.masked_fill(mass == 0, 1.0)
-            return torch.cat([center, pool().variance(center, pairs)], -1)
+            pairs = [(x[..., :width], x[..., width:-1]) for x in own]
+            wide, _ = gathered([x[..., -1:] for x in own])  # shares as precise as the moments
+            (center,) = wide.means([m for m, _ in pairs])
+            parted = [center, wide.variance(center, pairs), wide.log_normalizer()]
+            return torch.cat(parted, -1)
         return mean(name)
 
     return compute

@@ -151,7 +151,7 @@ def _measure(
 
 
 def _show(rows: list[Row], aims: bool) -> None:
-    table = Table(title="Ratios of time (lower is better)", caption=machine())
+    table = Table(title="Ratios (lower is better)", caption=machine())
     for name in ("shape", "quantity", "against"):
         table.add_column(name)
     for name in ("ours", "theirs", "ratio", "aim"):

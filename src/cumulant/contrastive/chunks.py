@@ -27,7 +27,8 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
     Args:
         encoder: a module or function.
         inputs: a tensor, or a tuple or mapping of tensors that all have the batch in front; they
-            are passed on as ``encoder(x)``, ``encoder(*x)`` or ``encoder(**x)``.
+            are passed on as ``encoder(x)``, ``encoder(*x)`` or ``encoder(**x)``. A batch without
+            rows, as a rank of a group may have, is passed on too.
         chunk_size: rows at a time.
 
     Returns:
@@ -53,12 +54,12 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
     else:
         tensors = [inputs]
     lengths = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in tensors}
-    if len(lengths) != 1 or None in lengths or 0 in lengths:
+    if len(lengths) != 1 or None in lengths:
         told = ", ".join(
             str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in tensors
         )
         raise InputError(
-            f"encode_in_chunks: inputs must be tensors with one number of rows, at least 1. Got "
+            f"encode_in_chunks: inputs must be tensors with one number of rows. Got "
             f"{told or 'nothing'}."
         )
     checkpoint: Any = import_module("torch.utils.checkpoint").checkpoint

@@ -48,6 +48,9 @@ Group = Any
 # torch 2.13 renamed it; builds without torch.distributed do not have it.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
+# Seconds within which processes that were started together must find each other.
+MEETING = 600.0
+
 # So many numbers describe a call when the ranks compare what they were given.
 FACTS = 32
 _KINDS = (
@@ -471,13 +474,16 @@ def launched(timeout: float = 600.0) -> Generator[Ranks]:
         yield Ranks()
         return
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=min(timeout, MEETING)))
     except (RuntimeError, ValueError) as error:
         raise GroupError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the processes did not find each other: "
-            f"{str(error).strip().splitlines()[0][:200]}. Start them with torchrun."
+            f"{str(error).strip().splitlines()[0][:200]}. Start them with torchrun; where it "
+            "restarts them itself, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 must be in its environment."
         ) from error
+    patient = timedelta(seconds=timeout)
+    group = dist.new_group(timeout=patient) if timeout > MEETING else None
     try:
-        yield Ranks()
+        yield Ranks(group)
     finally:
         dist.destroy_process_group()
