@@ -216,6 +216,22 @@ def test_a_refused_addition_changes_nothing(crew):
     crew.run(refused_addition, 2)
 
 
+def equal_norms(group, rank, size):
+    """The gradient of the largest norm is shared by all patterns that have it."""
+    x = torch.nn.functional.one_hot(torch.arange(5) % 3, 3).double()
+    mine = part([3, 2], rank)
+    whole, own = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+    state = draw(2, 3, seed=4)
+    (expected,) = torch.autograd.grad(cm.Memory(whole).energy(state).sum(), whole)
+    memory = cm.Memory(ShardedKeys(own, group=group))
+    (found,) = torch.autograd.grad(memory.energy(state).sum(), own)
+    close(found, expected[mine])
+
+
+def test_gradient_of_the_energy_where_patterns_have_one_norm(crew):
+    crew.run(equal_norms, 2)
+
+
 def gradient_of_a_bound(group, rank, size):
     """In the patterns, for queries of every rank; D_i, which has no derivative, held fixed."""
     x, state, index = draw(6, 3, seed=1), draw(4, 3, seed=2), torch.tensor([5, 0, 3, 2])
@@ -250,6 +266,17 @@ def one_rank_only(group, rank, size):
         info_nce(x, x, temperature=10**400 if rank else 0.1, group=group)
     with torch.set_grad_enabled(rank == 0), pytest.raises(InputError, match="gradients"):
         info_nce(x, x, similarity="dot", temperature=1.0, group=group)
+    for function in (total, spread, gather):
+        with torch.set_grad_enabled(rank == 0), pytest.raises(InputError, match="gradients are"):
+            function(x, group)
+    shard = ShardedKeys(x, group=group)
+    with pytest.raises(InputError if rank else GroupError, match="have their values"):
+        cm.attend(query, shard, x if rank else None)
+    with pytest.raises(InputError, match="the window to the left"):
+        cm.attend(query, shard, window=(2**70 if rank else 1, 1))
+    nested = torch.nested.nested_tensor([x, x])
+    with pytest.raises(InputError if rank else GroupError, match="not a nested one"):
+        ShardedKeys(nested if rank else x, group=group)
     with torch.autocast("cpu", enabled=rank == 0), pytest.raises(InputError, match="autocast"):
         cm.attend(query.float(), ShardedKeys(x.float(), group=group))
     with forward_ad.dual_level():

@@ -274,11 +274,9 @@ def attend(
         "window": window,
     }
     if isinstance(key, ShardedKeys):
-        if value is not None:
-            raise InputError("attend: sharded keys have their values: ShardedKeys(keys, values).")
         from cumulant.attention.sharded import attend_sharded
 
-        return attend_sharded(query, key, options)
+        return attend_sharded(query, key, options, value)
     call = prepare("attend", query, key, key if value is None else value, **options)
     return Attended(Fields(call, values_are_keys=value is None))
 

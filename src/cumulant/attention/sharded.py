@@ -12,7 +12,7 @@ from cumulant.attention.attend import Attended, Fields, finished
 from cumulant.attention.inputs import Call, Shard, prepare
 from cumulant.attention.joining import joined
 from cumulant.distributed.maps import gather_rows, spread
-from cumulant.distributed.ranks import as_fact, describe, packed
+from cumulant.distributed.ranks import as_fact, describe, grad_mode, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
 from cumulant.eager import eager
 from cumulant.errors import InputError
@@ -23,14 +23,22 @@ __all__ = ["attend_sharded"]
 
 
 @eager
-def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -> Attended:
+def attend_sharded(
+    query: Tensor, shard: ShardedKeys, options: dict[str, Any], value: Any = None
+) -> Attended:
     """Attention over the keys of all ranks, for queries that all share or that each has its own."""
     keys, values, ranks = shard.keys, shard.values, shard.ranks
     values = keys if values is None else values
+
+    def described() -> dict[str, int]:
+        _check_values(value)
+        return _facts(query, shard, options)
+
     if ranks.alone:
+        _check_values(value)
         call = prepare("attend", query, keys, values, **options)
         return Attended(Fields(call, values_are_keys=shard.values is None))
-    facts = ranks.agree("attend", lambda: _facts(query, shard, options), differ=("rows", "mask"))
+    facts = ranks.agree("attend", described, differ=("rows", "mask"))
     rows, masks = facts["rows"], facts["mask"]
     if not shard.sharded_queries and len(set(rows)) > 1:
         raise InputError(
@@ -68,11 +76,15 @@ def attend_sharded(query: Tensor, shard: ShardedKeys, options: dict[str, Any]) -
     @eager
     def compute(name: str) -> Tensor:
         # Fields are computed when asked for, so all ranks must ask for the same one.
-        recorded = {"whether gradients are computed": int(torch.is_grad_enabled())}
-        ranks.checked(f"attend(...).{name}", lambda: fields.check(name), lambda _: recorded)
+        ranks.checked(f"attend(...).{name}", lambda: fields.check(name), lambda _: grad_mode())
         return finished(call, name, whole(name))
 
     return Attended(compute)
+
+
+def _check_values(value: Any) -> None:
+    if value is not None:
+        raise InputError("attend: sharded keys have their values: ShardedKeys(keys, values).")
 
 
 def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str, int]:
@@ -102,10 +114,10 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
     return {
         **describe(query=query),
         **{n: x for n, x in held.items() if n.startswith(("dtype", "whether"))},
-        "whether gradients are computed": int(torch.is_grad_enabled()),
+        **grad_mode(),
         "whether autocast is on": int(torch.is_autocast_enabled(query.device.type)),
-        "whether it is causal": int(options["is_causal"]),
-        "whether heads are grouped": int(options["enable_gqa"]),
+        "whether it is causal": int(bool(options["is_causal"])),
+        "whether heads are grouped": int(bool(options["enable_gqa"])),
         "the window to the left": left,
         "the window to the right": right,
         "the causal bias": _causal_bias(mask),

@@ -24,7 +24,7 @@ from cumulant.contrastive.positives import (
     positives_of,
 )
 from cumulant.contrastive.room import Reduce, Room, nothing
-from cumulant.distributed.ranks import as_fact
+from cumulant.distributed.ranks import as_fact, grad_mode
 from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Pool, over_ranks
@@ -208,7 +208,7 @@ def info_nce(
 
     def facts() -> dict[str, int]:
         return {
-            "whether gradients are computed": int(torch.is_grad_enabled()),
+            **grad_mode(),
             "whether it is symmetric": int(bool(symmetric)),
             "whether losses are averaged": int(reduction == "mean"),
             "whether losses are summed": int(reduction == "sum"),

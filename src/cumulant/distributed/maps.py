@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.distributed.ranks import Group, Ranks, describe, shape_of
+from cumulant.distributed.ranks import Group, Ranks, describe, grad_mode, shape_of
 from cumulant.eager import eager
 from cumulant.errors import InputError
 
@@ -162,6 +162,6 @@ def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:
     def facts() -> dict[str, int]:
         if not isinstance(x, Tensor) or x.ndim < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("gather: takes a tensor (..., rows, features).")
-        return {**describe(x=x), "rows": x.shape[-2]}
+        return {**describe(x=x), **grad_mode(), "rows": x.shape[-2]}
 
     return gather_rows(x, ranks, ranks.agree("gather", facts, differ=("rows",))["rows"])

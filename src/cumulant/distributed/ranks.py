@@ -34,6 +34,7 @@ __all__ = [
     "carries_tangent",
     "checksum",
     "describe",
+    "grad_mode",
     "launched",
     "packed",
     "shape_of",
@@ -53,6 +54,7 @@ MEETING = 600.0
 
 # So many numbers describe a call when the ranks compare what they were given.
 FACTS = 32
+LARGEST = 2**63 - 1
 _KINDS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
@@ -302,7 +304,8 @@ class Ranks:
             return {name: [number] for name, number in given.items()}
         if len(given) + 2 > FACTS:
             raise RuntimeError(f"{what} describes itself by more than {FACTS - 2} numbers")
-        numbers = [zlib.crc32(what.encode()), int(error is not None), *given.values()]
+        numbers = [zlib.crc32(what.encode()), int(error is not None)]
+        numbers += [max(-LARGEST - 1, min(LARGEST, x)) for x in given.values()]
         row = torch.tensor(numbers + [0] * (FACTS - len(numbers)), device=self.device)
         table = row.new_empty(self.size * FACTS)
         with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
@@ -443,8 +446,17 @@ def shape_of(what: str, x: Any) -> dict[str, int]:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{what}: takes a real floating-point tensor, not {kind}.")
     _plain(f"{what}: the tensor", x)
-    tangent = {"whether it carries a tangent": carries_tangent(x)}
-    return {"dtype": _kind(x), "shape": packed(x.shape), **tangent}
+    return {
+        "dtype": _kind(x),
+        "shape": packed(x.shape),
+        "whether it carries a tangent": carries_tangent(x),
+        **grad_mode(),
+    }
+
+
+def grad_mode() -> dict[str, int]:
+    """Ranks that record gradients must do so together."""
+    return {"whether gradients are computed": int(torch.is_grad_enabled())}
 
 
 def _front(x: Tensor, rows: int) -> Tensor:

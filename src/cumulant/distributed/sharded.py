@@ -102,7 +102,9 @@ class ShardedKeys:
 def _check(keys: Any, values: Any, queries: Any, route: Any) -> None:
     for name, x in (("keys", keys), ("values", keys if values is None else values)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.is_nested:
-            what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            what = type(x).__name__
+            if isinstance(x, Tensor):
+                what = "a nested one" if x.is_nested else f"{tuple(x.shape)} {x.dtype}"
             raise InputError(
                 f"ShardedKeys: {name} must be a real floating-point tensor (..., n, features), not "
                 f"{what}."

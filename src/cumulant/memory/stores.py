@@ -120,8 +120,10 @@ class Sharded:
     def largest_norm(self) -> Tensor:
         norms = torch.linalg.vector_norm(self._patterns, dim=-1)
         norm = torch.nn.functional.pad(norms, (0, 1)).amax(-1, keepdim=True)  # some have none
-        hit = (norm == maps.largest(norm, self._ranks)).to(norm.dtype)
-        share = hit / maps.total(hit.detach(), self._ranks)
+        # Patterns of one norm share its gradient, on one rank as over several.
+        top = maps.largest(norm, self._ranks)
+        hits = (norms.detach() == top).sum(-1, keepdim=True).to(norm.dtype)
+        share = hits / maps.total(hits, self._ranks)
         found = maps.total(norm * share, self._ranks)
         return maps.spread(found, self._ranks) if self._shard.sharded_queries else found
 
