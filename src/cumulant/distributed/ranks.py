@@ -54,7 +54,6 @@ MEETING = 600.0
 
 # So many numbers describe a call when the ranks compare what they were given.
 FACTS = 32
-LARGEST = 2**63 - 1
 _KINDS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
@@ -305,7 +304,7 @@ class Ranks:
         if len(given) + 2 > FACTS:
             raise RuntimeError(f"{what} describes itself by more than {FACTS - 2} numbers")
         numbers = [zlib.crc32(what.encode()), int(error is not None)]
-        numbers += [max(-LARGEST - 1, min(LARGEST, x)) for x in given.values()]
+        numbers += [max(-(2**63), min(2**63 - 1, x)) for x in given.values()]
         row = torch.tensor(numbers + [0] * (FACTS - len(numbers)), device=self.device)
         table = row.new_empty(self.size * FACTS)
         with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
