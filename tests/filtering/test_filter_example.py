@@ -11,7 +11,8 @@ import sys
 import torch
 
 import cumulant as cm
-from cumulant.filtering.files import example_files, read_model, read_series
+from cumulant.filtering.files import example_files, read_model
+from cumulant.filtering.series import read_series
 
 
 def cumulant(*arguments, cwd):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
 
 import cumulant as cm
-from cumulant.filtering.files import read_model, read_series
+from cumulant.core.files import whole_file
+from cumulant.filtering.files import read_model
 from cumulant.filtering.picture import picture
+from cumulant.filtering.series import read_series
 from cumulant.filtering.tables import episodes, summarize
-from cumulant.writing import whole_file
+from fuzz.csv_files import fuzz
 
 MODEL = {
     "transition": "[[0.9, 0.1], [0.2, 0.8]]",
@@ -291,3 +294,95 @@ def test_pictures_that_cannot_be(tmp_path):
         picture(post, names=["a"])
     with pytest.raises(cm.InputError, match="suffixes"):
         picture(post, path=tmp_path / "a.xyz")
+
+
+# --- CSV as it comes
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "names"),
+    [
+        ("a;b\n1,5;2\n-,5;3,25e2\n7;\n", [[1.5, 2], [-0.5, 325], [7, math.nan]], ["a", "b"]),
+        ("a\tb\n1,5\t2\n", [[1.5, 2]], ["a", "b"]),
+        ("date;a\n01.02.2020;1,234\n02.02.2020;0,5\n", [[1.234], [0.5]], ["a"]),
+        ("t;a\n0.5;1,5\n1.0;2,5\n", [[1.5], [2.5]], ["a"]),  # a label has its own way
+        ("day;GDP, real;b\n1;2.5;3\n", [[2.5, 3]], ["GDP, real", "b"]),
+        ('"a, b";"c"\n1;2\n', [[1, 2]], ["a, b", "c"]),
+        ('a,b\n"1","2.5"\n', [[1, 2.5]], ["a", "b"]),
+        ('"a\nb",c\n1,2\n', [[1, 2]], ["a\nb", "c"]),
+        ("a,b\n1,2\n,\n", [[1, 2], [math.nan, math.nan]], ["a", "b"]),
+        ("a,b\n1,2\n,\n,\n\n\n", [[1, 2]] + 2 * [[math.nan] * 2], ["a", "b"]),
+        ("a\tb\n1\t2\n\t\n", [[1, 2], [math.nan, math.nan]], ["a", "b"]),
+        ("a,b\n1,2\n \n3,4\n\t\n", [[1, 2], [3, 4]], ["a", "b"]),
+        ('a\n1\n""\n', [[1], [math.nan]], ["a"]),
+        ('a\n1\n""\n\n \n', [[1], [math.nan]], ["a"]),
+        ("a\n1\n \n3\n", [[1], [math.nan], [3]], ["a"]),
+        ("a,b,\n1,2,\n3,4,\n", [[1, 2], [3, 4]], ["a", "b"]),  # a separator at every end
+        ("a,,b\n1,,2\n3,5,4\n", [[1, math.nan, 2], [3, 5, 4]], ["a", "column 2", "b"]),
+        ("a,b\r1,2\r3,4\r", [[1, 2], [3, 4]], ["a", "b"]),
+        ('\ufeff"a",b\r\n1,2\r\n', [[1, 2]], ["a", "b"]),
+        ("a,when,b\n1,2020-01-05,2\n3,5/1/2020,4\n", [[1, 2], [3, 4]], ["a", "b"]),
+        ("a,b\n1,2\x0c\n", [[1, 2]], ["a", "b"]),
+    ],
+)
+def test_series_that_programs_write(tmp_path, text, values, names):
+    path = tmp_path / "series.csv"
+    path.write_bytes(text.encode())
+    found = read_series(path)
+    expected = torch.tensor(values, dtype=torch.float64)
+    assert found.names == names
+    assert torch.equal(found.values.nan_to_num(nan=-99.0), expected.nan_to_num(nan=-99.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a;b\n1,5;2.5\n", r"holds '1,5' and '2\.5': write all numbers with a decimal point"),
+        ("a;b\n1,234;2\n5,678;3\n", r"'1,234' may be 1\.234 or 1234"),
+        ('a,b\n"1,234",2\n', "line 2, column 'a': '1,234' is not .* without thousands separators"),
+        ('a,b\n"1,5",2\n"2,5",3\n', "line 2, column 'a': '1,5' is not a finite number"),
+        ("a;b\n1.234,5;2\n", r"'1\.234,5' is not a finite number; write numbers with a decimal"),
+        ("a;b\n1.234.567;2\n", r"'1\.234\.567' is not a finite number"),
+        ("a,b\n1 234,2\n2 345,3\n", "'1 234' is not a finite number"),
+        ("a,b\n1'234,2\n", '"1\'234" is not a finite number'),
+        ("a,b\n\u2212 5,2\n\u22125,2\n", "is not a finite number"),
+        ("a;b, c\n1;2,5\n", "the header can be cut at ',' and at ';'; put quotes around"),
+        ("a\n1,5\n", "line 2 has 2 cells, but the header has 1"),
+        ("a,b\n1,2\n\0\n", "NUL characters"),
+        ("a,b\n1,2\n".encode("utf-16-le"), "NUL characters"),
+        ("a,b\n1,2\n".encode("utf-16"), "not a text file in UTF-8"),
+        ("größe,b\n1,2\n".encode("latin-1"), "not a text file in UTF-8"),
+        ("a,b\n" + "9" * 200_000 + ",2\n", "not a CSV file: line 2: field larger than"),
+        ('a,b\n1,2\n"3"4,5\n', "not a CSV file: line 3"),
+        ("a,b,a\n1,2,3\n", "two columns are called 'a'; rename one"),
+        (",,\n,,\n", "holds empty cells only"),
+    ],
+)
+def test_series_that_could_be_read_in_two_ways_or_none(tmp_path, content, said):
+    path = tmp_path / "series.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(cm.InputError, match=said) as error:
+        read_series(path)
+    assert "\n" not in str(error.value)
+    assert "series.csv" in str(error.value)
+
+
+def test_many_columns_take_linear_time_and_short_errors(tmp_path):
+    def seconds(width):
+        head = ",".join(f"x{k}" for k in range(width))
+        path = written(tmp_path / "wide.csv", f"{head}\n{','.join(['1.5'] * width)}\n")
+        began = time.process_time()
+        found = read_series(path, [f"x{k}" for k in range(width)])
+        spent = time.process_time() - began
+        assert found.values.shape == (1, width)
+        with pytest.raises(cm.InputError, match=f"x0, x1, .* and {width - 12} more") as error:
+            read_series(path, ["none"])
+        assert len(str(error.value)) < 300
+        return spent
+
+    few, many = (min(seconds(width) for _ in range(3)) for width in (4000, 40_000))
+    assert many < 40 * few  # comparing every name with all before it: 100 times
+
+
+def test_random_files_as_pandas_reads_them():
+    assert fuzz(rounds=250, seed=0) is None

@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 
 import cumulant as cm
-from cumulant.filtering import smoothing
+from cumulant.filtering import backward as passes
+from cumulant.filtering.roots import frame_of
 from switching import exact, model, parameters
 
 F = cm.filtering
@@ -133,6 +134,16 @@ def turning(rate):
     return torch.tensor(x, dtype=torch.float64)
 
 
+def informed(own, filtered, smoothed):
+    """What the smoother makes of the messages `own`, where it made `smoothed` of `filtered`."""
+    frame, root = frame_of(filtered[1]), frame_of(smoothed[1]).root
+    after = passes._After(
+        *own, frame_of(own[1]).root, *filtered, frame.root, frame.inverse, frame.void
+    )
+    count = own[0].shape[0]
+    return passes._informed(after, smoothed, root, lambda x: x.expand(count, *x.shape[1:]))
+
+
 def test_the_factor_of_the_future_on_other_messages():
     """Against products of Gaussians written with precisions: mean, covariance and mass."""
     g = torch.Generator().manual_seed(0)
@@ -163,35 +174,35 @@ def test_the_factor_of_the_future_on_other_messages():
         return log_mass, out, spread
 
     base, smoothed_m, smoothed_P = times_factor(m, P)
-    blank = torch.zeros(4, 1, dtype=torch.float64)
-    gains = smoothing._Gains(
-        *(blank, blank, blank, blank, blank),
-        *(own_m, own_P, m, P, torch.linalg.inv(P)),
-    )
-    later = smoothing.Belief(torch.zeros(1, 1, dtype=torch.float64), (smoothed_m, smoothed_P))
-    found = smoothing._informed(gains, later, lambda x: x.expand(4, *x.shape[1:]))
+    found = informed((own_m, own_P), (m, P), (smoothed_m, smoothed_P))
     log_mass, mean, spread = times_factor(own_m, own_P)
     close(found[0], log_mass - base, 1e-8)
     close(found[1], mean, 1e-8)
     close(found[2], spread, 1e-8)
+    close(found[3] @ found[3].mT, spread, 1e-8)
+    # The same in a larger space, of which all messages know one direction.
+    E = torch.linalg.qr(normal(n + 1, n + 1)).Q[:, :n]
+
+    def embedded(mean, covariance):
+        return mean @ E.T, E @ covariance @ E.T
+
+    wide = informed(embedded(own_m, own_P), embedded(m, P), embedded(smoothed_m, smoothed_P))
+    close(wide[0], log_mass - base, 1e-8)
+    close(wide[1], mean @ E.T, 1e-8)
+    close(wide[2], E @ spread @ E.T, 1e-8)
 
 
 def test_a_future_that_widens_is_not_applied_as_a_factor():
     """Where the smoothed message is wider than the filtered one, wider pairs must not explode."""
     eye = torch.eye(2, dtype=torch.float64)
     P, wider = eye[None, None], torch.diag(torch.tensor([0.5, 3.0], dtype=torch.float64))
-    N, widened = smoothing._information(P, P, wider[None, None])
-    close(N[0, 0], [[0.5, 0], [0, 0]])
-    close(widened[0, 0], [[0, 0], [0, 2.0]])
-    blank, zero = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, 1, 2, dtype=torch.float64)
+    split = passes._split(eye, wider[None, None], wider.sqrt()[None, None], torch.zeros(1, 1, 2))
+    close(split.information[0, 0], [[0.5, 0], [0, 0]])
+    close(split.wider_root[0, 0] @ split.wider_root[0, 0].mT, [[0, 0], [0, 2.0]])
+    zero = torch.zeros(2, 1, 2, dtype=torch.float64)
     own = torch.stack([eye, 1.49 * eye])[:, None]  # A = I + N (P' - P) would be near zero
-    gains = smoothing._Gains(
-        *(blank, blank, blank, blank, blank),
-        *(zero, own, zero[:1], P, P),
-    )
     shift = torch.tensor([[[0.1, 0.1]]], dtype=torch.float64)
-    later = smoothing.Belief(torch.zeros(1, 1, dtype=torch.float64), (shift, wider[None, None]))
-    found = smoothing._informed(gains, later, lambda x: x.expand(2, *x.shape[1:]))
+    found = informed((zero, own), (zero[:1], P), (shift, wider[None, None]))
     close(found[1][0, 0], [0.1, 0.1])  # the same message: what the smoother said
     close(found[2][0, 0], wider)
     assert found[1].abs().max() < 0.3
@@ -248,7 +259,7 @@ def test_batches_and_lengths():
 def test_chunks_do_not_matter(monkeypatch):
     m, y = model(2, 2, 1, 6), series(9, seed=6)
     whole = F.smooth(m, F.filter(m, y))
-    monkeypatch.setattr(smoothing, "MOST_NUMBERS", 40)
+    monkeypatch.setattr(passes, "MOST_NUMBERS", 40)
     pieces = F.smooth(m, F.filter(m, y))
     close(whole.mean, pieces.mean, 1e-12)
     close(whole.transition_probabilities, pieces.transition_probabilities, 1e-12)

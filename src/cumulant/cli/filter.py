@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,22 +14,17 @@ from torch import Tensor
 
 from cumulant.cli.filter_report import copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import progress_bar
+from cumulant.core.files import make_folder
 from cumulant.errors import InputError
 from cumulant.figures import need_matplotlib
-from cumulant.filtering.files import (
-    Names,
-    Series,
-    example_files,
-    read_model,
-    read_series,
-    write_model,
-)
+from cumulant.filtering.files import Names, example_files, read_model, write_model
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
+from cumulant.filtering.series import Series, counted, listed, read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
 from cumulant.filtering.tables import summarize, table
 
@@ -130,7 +124,7 @@ def filter_series(
             )
         run = _read(series, model, columns, output)
         _bounded(run, scheme_of("--collapse", kept), ahead)
-        _make(output)
+        make_folder(output)
         if learn:
             run = _fitted(run, kept)
         _work(run, kept, ahead, draw, as_json, example)
@@ -153,7 +147,8 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
     if found.values.shape[-1] != p:
         raise InputError(
             f"the model observes {p} number{'s' * (p != 1)} at each step, but {series} has "
-            f"{len(found.names)} columns of them: {', '.join(found.names)}. Choose with --columns."
+            f"{counted(len(found.names), 'column')} of them: {listed(found.names)}. Choose with "
+            "--columns."
         )
     if parameters.input_dimension:
         raise InputError(
@@ -163,15 +158,6 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
     if bool(found.values.isnan().all()):
         raise InputError(f"{series} has no observation at all: every cell is missing.")
     return _Run(found, parameters, names, folder)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output: cannot make the folder {folder}: {error.strerror}.") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--output: cannot write into the folder {folder}.")
 
 
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:

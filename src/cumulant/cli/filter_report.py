@@ -10,13 +10,14 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 
-from cumulant.filtering.files import EXAMPLE, Series, example_files
+from cumulant.cli.text import as_text
+from cumulant.core.files import write_file
+from cumulant.filtering.files import EXAMPLE, example_files
 from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.series import Series
 from cumulant.filtering.tables import ModeSummary, labels_of
-from cumulant.writing import whole_file
 
 __all__ = ["copy_example", "run_again", "tell", "tell_json"]
 
@@ -30,9 +31,7 @@ def copy_example(folder: Path) -> list[Path]:
         target = folder / source.name
         content = source.read_bytes()
         if not target.exists():
-            with whole_file(target) as part:
-                part.write_bytes(content)
-            copied.append(target)
+            copied.append(write_file(target, content))
         elif target.read_bytes() != content:
             typer.echo(f"cumulant: {target} was changed before, and is left as it is", err=True)
     return copied
@@ -75,7 +74,7 @@ def tell(
     """The summary for people."""
     labels = labels_of(series)
     title = f"{', '.join(series.names)}: {labels[0]} to {labels[-1]}"
-    shown = RichTable("mode", title=escape(title))
+    shown = RichTable("mode", title=as_text(title))
     shown.add_column("share of time", justify="right")
     shown.add_column("expected duration", justify="right")
     shown.add_column("longest episodes (steps)")
@@ -87,8 +86,8 @@ def tell(
         ]
         more = len(mode.episodes) - SHOWN
         lines += [f"and {more} more"] if more > 0 else []
-        told = escape("\n".join(lines) or "never the most probable")
-        shown.add_row(escape(mode.name), f"{mode.share:.1%}", long, told)
+        told = "\n".join(map(as_text, lines)) or "never the most probable"
+        shown.add_row(as_text(mode.name), f"{mode.share:.1%}", long, told)
     console = Console()
     console.print(shown)
     cells = series.values.numel()

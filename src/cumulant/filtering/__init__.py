@@ -3,7 +3,7 @@
 from cumulant.filtering.attention import AttentionMessages, attention_as_imm
 from cumulant.filtering.conjugate import SwitchingConjugate
 from cumulant.filtering.doubly_stochastic import sinkhorn, sinkhorn_attention
-from cumulant.filtering.files import read_model, read_series
+from cumulant.filtering.files import read_model
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import Fit, fit
 from cumulant.filtering.forecasting import Sample, forecast, sample
@@ -14,6 +14,7 @@ from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.nonlinear import SwitchingNonlinear
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
 
 __all__ = [

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from cumulant.errors import InputError
+from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank
 from cumulant.filtering.model import SHAPES
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
-from cumulant.filtering.smoothing import Pair, backward
 
 __all__ = ["expectation_maximization", "supported"]
 
@@ -44,7 +44,9 @@ def expectation_maximization(
     free: Mapping[str, Tensor],
 ) -> tuple[float, Any]:
     """The log-likelihood of the model, and the model after one step."""
-    bank = GaussianBank(model, observations, inputs)
+    given = model
+    model = given.unchecked({n: x.double() for n, x in given.parameters.items()})
+    bank = GaussianBank(model, observations.double(), inputs)
     belief, alike = bank.start()
     post = run(bank, scheme, belief, alike=alike)
     pairs, last = list[Pair](), belief
@@ -66,7 +68,8 @@ def expectation_maximization(
             parts = [of(step_of(bank, a, b), pairs[a:b]) for a, b in _alike(pairs)]
             sums = _Sums(*(torch.stack(x).sum(0) for x in zip(*parts, strict=True)))
             changes |= _regression(model, which, sums, free)
-    return float(post.log_likelihood.sum()), model.unchecked(changes)
+    changes = {name: x.to(given.dtype) for name, x in changes.items()}
+    return float(post.log_likelihood.sum()), given.unchecked(changes)
 
 
 def _alike(pairs: list[Pair]) -> list[tuple[int, int]]:

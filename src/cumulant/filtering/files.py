@@ -1,48 +1,28 @@
-"""`read_series` and `read_model`: observations from CSV, parameters from TOML."""
+"""`read_model` and `write_model`: parameters and names in TOML; the example's files."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
 import tomllib
-from collections.abc import Sequence
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cumulant.core.files import write_file
 from cumulant.errors import InputError
 from cumulant.filtering.model import SHAPES, TIMELESS, SwitchingLinearGaussian
-from cumulant.writing import whole_file
+from cumulant.filtering.series import counted, listed, text_of
 
-__all__ = ["EXAMPLE", "ModelFile", "Names", "Series", "example_files", "read_model", "read_series"]
+__all__ = ["EXAMPLE", "ModelFile", "Names", "example_files", "read_model", "write_model"]
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "."}
-# A first column of this name tells when, even if it holds numbers.
-LABELS = {
-    *("", "date", "day", "id", "index", "label", "month", "observation_date", "period"),
-    *("quarter", "row", "step", "t", "time", "timestamp", "week", "year"),
-}
 STATE = ("dynamics", "dynamics_noise", "emission", "initial_mean", "initial_covariance")
 NEEDED = ("transition", "emission_noise", *STATE)
 EXAMPLE = ("us_inflation.csv", "us_inflation.toml")
 OPTIONAL = ("initial", "dynamics_bias", "emission_bias", "dynamics_input", "emission_input")
-
-
-class Series(NamedTuple):
-    """Observations ``(T, p)``, NaN where missing; a label for each step; names of the columns.
-
-    ``labels`` is None if the file has no column that tells when.
-    """
-
-    values: Tensor
-    labels: list[str] | None
-    names: list[str]
 
 
 class Names(NamedTuple):
@@ -62,129 +42,6 @@ class ModelFile(NamedTuple):
 def example_files() -> list[Path]:
     """The series and the model that come with the package."""
     return [Path(__file__).with_name("data") / name for name in EXAMPLE]
-
-
-def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> Series:
-    """Observations from a CSV file with a header row, in double precision.
-
-    Empty cells, NA and nan are missing. Commas, semicolons or tabs separate.
-
-    Args:
-        path: the file.
-        columns: the columns to take, in this order. By default all that hold numbers (those where
-            more cells are text than numbers are left out), but not a first one that tells when:
-            text, or a name like date, time or year.
-
-    Raises:
-        InputError: the file, the line and the column at fault.
-
-    >>> import pathlib, tempfile, cumulant as cm
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder, "series.csv")
-    ...     _ = path.write_text("date,rate,note\\n2020-01,1.5,\\n2020-02,NA,closed\\n")
-    ...     series = read_series(path)
-    >>> series.values.flatten().tolist(), series.labels, series.names
-    ([1.5, nan], ['2020-01', '2020-02'], ['rate'])
-    """
-    header, lines = _cells(Path(path))
-    texts = [[row[k] for _, row in lines] for k in range(len(header))]
-    first_is_label = len(header) > 1 and (_is_text(texts[0]) or header[0].lower() in LABELS)
-    if columns is None:
-        chosen = [k for k in range(first_is_label, len(header)) if not _is_text(texts[k])]
-        if not chosen:
-            raise InputError(f"{path}: no column holds numbers; the columns are {_list(header)}.")
-    else:
-        chosen = [_index(path, header, name) for name in columns]
-        if len(set(chosen)) != len(chosen) or not chosen:
-            raise InputError(f"{path}: columns must name each column once, not {_list(columns)}.")
-    rows = [[_number(path, line, header[k], row[k]) for k in chosen] for line, row in lines]
-    labels = texts[0] if first_is_label and 0 not in chosen else None
-    return Series(torch.tensor(rows, dtype=torch.float64), labels, [header[k] for k in chosen])
-
-
-def _cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The header, and each row with the number of its line."""
-    text = _text(path)
-    head = next((x for x in text.splitlines() if x.strip()), "")
-    if not head:
-        raise InputError(f"{path} is empty.")
-    mark = next((m for m in ",;\t" if m in head), ",")
-    try:
-        reader = csv.reader(io.StringIO(text.rstrip("\r\n")), delimiter=mark, strict=True)
-        rows = [(reader.line_num, [x.strip() for x in row]) for row in reader]
-    except csv.Error as error:
-        raise InputError(f"{path} is not a CSV file: {error}.") from None
-    rows = list(dropwhile(lambda row: not any(row[1]), rows))
-    if not rows:
-        raise InputError(f"{path} holds empty cells only.")
-    names = [x or ("" if k == 0 else f"column {k + 1}") for k, x in enumerate(rows[0][1])]
-    if any(_is_number(x) for x in names) and all(_is_number(x) for x in names if x):
-        raise InputError(
-            f"{path}: the first line must name the columns, but holds numbers: {head[:60]}"
-        )
-    twice = next((x for k, x in enumerate(names) if x in names[:k]), None)
-    if twice is not None:
-        raise InputError(f"{path}: two columns are called {twice!r}.")
-    # In a single column, an empty line is an empty cell; beside others it is none.
-    lines = [(n, row or [""]) for n, row in rows[1:] if row or len(names) == 1]
-    if not lines:
-        raise InputError(f"{path} has a header but no rows.")
-    for n, row in lines:
-        if len(row) != len(names):
-            raise InputError(
-                f"{path}: line {n} has {_count(len(row), 'cell')}, but the header has {len(names)}."
-            )
-    return names, lines
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}.") from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not a text file in UTF-8.") from None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return "_" not in text
-
-
-def _is_text(cells: Sequence[str]) -> bool:
-    """Whether more cells of a column are text than numbers."""
-    present = [x for x in cells if x.lower() not in MISSING]
-    return 2 * sum(map(_is_number, present)) < len(present)
-
-
-def _number(path: Any, line: int, column: str, text: str) -> float:
-    if text.lower() in MISSING:
-        return math.nan
-    if not _is_number(text) or not math.isfinite(float(text)):
-        raise InputError(
-            f"{path}: line {line}, column {column!r}: {text!r} is not a finite number; leave "
-            "a cell empty if it is missing."
-        )
-    return float(text)
-
-
-def _index(path: Any, header: Sequence[str], name: str) -> int:
-    if name not in header:
-        raise InputError(f"{path} has no column {name!r}; its columns are {_list(header)}.")
-    return header.index(name)
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(x or '""' for x in names)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def read_model(path: str | os.PathLike[str]) -> ModelFile:
@@ -217,7 +74,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     >>> model.emission_noise.flatten().tolist(), names
     ([1.0, 9.0], Names(modes=['calm', 'turbulent'], states=['state 1']))
     """
-    text = _text(Path(path))
+    text = text_of(Path(path))
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -254,9 +111,7 @@ def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, na
     for key, x in model.parameters.items():
         if x.numel():
             lines.append(f"{key} = {json.dumps(x.detach().double().tolist())}")
-    with whole_file(path) as part:
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return Path(path)
+    return write_file(path, "\n".join(lines) + "\n")
 
 
 def _array(path: Any, key: str, value: Any) -> Tensor:
@@ -322,7 +177,7 @@ def _names(path: Any, key: str, given: Any, usual: str, count: int) -> list[str]
         return [f"{usual} {k + 1}" for k in range(count)]
     names: list[Any] = given if isinstance(given, list) else [given]
     if len(names) != count or not all(isinstance(x, str) and x.strip() for x in names):
-        raise InputError(f"{path}: {key} must be {_count(count, 'name')}, not {given!r}.")
+        raise InputError(f"{path}: {key} must be {counted(count, 'name')}, not {given!r}.")
     if len(set(names)) != count:
-        raise InputError(f"{path}: {key} must differ: {_list(names)}.")
+        raise InputError(f"{path}: {key} must differ: {listed(names)}.")
     return names

@@ -91,7 +91,18 @@ def run(
             progress(len(found.step_totals), len(found.step_totals))
     else:
         count = bank.observations.shape[-2]
-        found = steps(bank, scheme, belief, count, alike=alike, first=bank.first, progress=progress)
+
+        def all_steps(start: Belief) -> Run:
+            return steps(
+                bank, scheme, start, count, alike=alike, first=bank.first, progress=progress
+            )
+
+        try:
+            found = all_steps(bank.plain(belief))
+        except InputError:  # perhaps for want of digits; if not, roots say the same
+            found = None
+        if found is None or bank.loses_digits(found.beliefs):
+            found = all_steps(bank.rooted(belief))
     inputs = None if bank.inputs is None else (bank.inputs,)
     return Posterior(
         bank.model, scheme, (bank.observations,), *found, inputs=inputs, first=bank.first

@@ -139,7 +139,8 @@ def sample(
             modes.append(mode)
             states.append(state)
             seen.append(move("emission", state, mode, t))
-    return Sample(torch.stack(modes, -1), torch.stack(states, -2), torch.stack(seen, -2))
+    found = torch.stack(states, -2).to(kind), torch.stack(seen, -2).to(kind)
+    return Sample(torch.stack(modes, -1), *found)
 
 
 def _root(covariance: Tensor) -> Tensor:

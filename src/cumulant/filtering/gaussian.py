@@ -14,9 +14,14 @@ from cumulant.filtering import moments
 from cumulant.filtering.checks import real_numbers
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import Belief, Message
+from cumulant.filtering.roots import collapsed, frame_of, regular, triangular, update, valued
 from cumulant.measures.checks import broadcast, holds, require
 
 __all__ = ["GaussianBank", "inputs_of"]
+
+
+# Below this share of another variance, the digits of a double no longer suffice for smoothing.
+LEAST_SHARE = 1e-7
 
 
 class _OverTime:
@@ -87,12 +92,18 @@ def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> 
 
 
 class GaussianBank:
-    """One Kalman filter for each mode and history, on observations ``(*batch, T, p)``."""
+    """One Kalman filter for each mode and history, on observations ``(*batch, T, p)``.
+
+    States are computed in double precision: with a vague start, single precision has no digits left
+    for what the observations pin down. Functions run in the precision that they were given.
+    """
 
     def __init__(
         self, model: Any, observations: Tensor, inputs: Tensor | None = None, first: int = 0
     ) -> None:
         self.model, self.observations, self.inputs = model, observations, inputs
+        wide = model.state_dimension > 0 and not getattr(model, "functions", None)
+        self.dtype = torch.float64 if wide else observations.dtype
         self.first = first
         last = first + observations.shape[-2]
         if model.steps is not None and model.steps < last:
@@ -103,7 +114,8 @@ class GaussianBank:
 
         self._log_transition = self._over_time("transition", 1).map(log_probability)
         self._parts = {which: self._affine(which) for which in ("dynamics", "emission")}
-        value = observations[..., None, None, :]
+        self._noise_roots: dict[str, Tensor] = {}
+        value = observations.to(self.dtype)[..., None, None, :]
         missing = value.isnan()
         self.seen = None
         if holds(~missing) is not True:
@@ -119,7 +131,7 @@ class GaussianBank:
         varies = x.ndim > event + 1 and x.shape[-event - 2] > 1
         count = self.observations.shape[-2]
         x = x.narrow(-event - 2, self.first, count) if varies else x
-        return x.to(self.observations.dtype)
+        return x.to(self.dtype)
 
     def _over_time(self, name: str, event: int) -> _OverTime:
         x = self._steps(name, event)
@@ -127,7 +139,7 @@ class GaussianBank:
         return _OverTime(x, event)
 
     def _affine(self, which: str) -> tuple[_OverTime, _OverTime, _OverTime]:
-        model, kind = self.model, self.observations.dtype
+        model, kind = self.model, self.dtype
         matrix = self._over_time(which, 2)
         noise = self._over_time(f"{which}_noise", 2).map(moments.symmetric)
         bias = self._steps(f"{which}_bias", 1)
@@ -138,7 +150,7 @@ class GaussianBank:
         if effect is not None and self.inputs is not None:
             lead = self.inputs.shape[:-2], effect.shape[: max(effect.ndim - 4, 0)]
             broadcast("filter", inputs=lead[0], **{f"{which}_input": lead[1]})
-            bias = bias + (effect @ self.inputs[..., None, :, None])[..., 0]
+            bias = bias + (effect @ self.inputs.to(kind)[..., None, :, None])[..., 0]
         return matrix, _OverTime(bias, 1), noise
 
     def affine(self, which: str, t: int | None) -> Affine:
@@ -148,7 +160,7 @@ class GaussianBank:
 
     def linear(self, which: str, message: Message, t: int | None) -> Affine:
         """The same, linearized at the message where the model is not linear."""
-        mean, covariance = message
+        mean, covariance = message[:2]
         u = None
         if self.inputs is not None:
             u = self.inputs if t is None else self.inputs[..., t, :]
@@ -157,7 +169,7 @@ class GaussianBank:
 
     def start(self) -> tuple[Belief, bool]:
         """The belief at time 0, and whether all modes begin with the same message."""
-        model, kind = self.model, self.observations.dtype
+        model, kind = self.model, self.dtype
         given = model.parameters
         initial = given.get("initial")
         if initial is None:
@@ -196,8 +208,15 @@ class GaussianBank:
 
     def predict(self, message: Message, t: int | None) -> Message:
         # Here there are fewest of them, and once in a step is enough.
-        message = message[0], moments.symmetric(message[1])
-        return moments.predict(self.linear("dynamics", message, t), *message)
+        mean, covariance = message[0], moments.symmetric(message[1])
+        step = self.linear("dynamics", (mean, covariance), t)
+        moved, spread = moments.predict(step, mean, covariance)
+        if len(message) == 2:
+            return moved, spread
+        first = moments.times(step.matrix.detach(), message[2])
+        noise = self._noise_root("dynamics", step).expand_as(first)
+        root = triangular(torch.cat([first, noise], -1))
+        return moved, valued(root @ root.mT, spread), root
 
     @cached_property
     def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -207,10 +226,70 @@ class GaussianBank:
 
     def observe(self, message: Message, t: int | None) -> tuple[Message, Tensor]:
         value, seen = (self.value, self.seen) if t is None else self._rows[t]
-        out = moments.observe(
-            self.linear("emission", message, t), message[0], message[1], value, seen
-        )
-        return (out.mean, out.covariance), out.log_likelihood
+        emission = self.linear("emission", message, t)
+        mean, covariance, *roots = message
+        known = None
+        if roots:
+            noise = self._noise_root("emission", emission)
+            known = update(emission.matrix, noise, roots[0], seen)
+            roots = [known.root]
+        out = moments.observe(emission, mean, covariance, value, seen, known)
+        return (out.mean, out.covariance, *roots), out.log_likelihood
 
     def collapse(self, log_weights: Tensor, message: Message) -> Message:
-        return moments.collapse(log_weights, *message)
+        mean, covariance = moments.collapse(log_weights, *message[:2])
+        if len(message) == 2:
+            return mean, covariance
+        away, columns = (mean - message[0]).movedim(-3, -2), message[2].movedim(-4, -3)
+        root = collapsed(log_weights.mT, away, columns)[..., None, :, :, :]
+        return mean, valued(root @ root.mT, covariance), root
+
+    def loses_digits(self, beliefs: Sequence[Belief]) -> bool:
+        """Whether variances fall so far below those before that rounding shows in them.
+
+        What is rounded off the variance of one coordinate reaches those that the dynamics make of
+        it. At the end, a direction with far less variance than the coordinates counts as well: the
+        next observation may pin them. Covariances that come with a root keep their digits.
+        """
+        if len(beliefs[0].message) > 2 or not self.model.state_dimension:
+            return False
+        each = [b.message[1].detach().diagonal(dim1=-2, dim2=-1) for b in beliefs]
+        if len({x.shape for x in each}) > 1:
+            each = [
+                torch.stack([f(x, (-3, -2)) for f in (torch.amin, torch.amax)], -2) for x in each
+            ]
+            each = [x.unsqueeze(-2) for x in each]
+        last, over_time = moments.symmetric(beliefs[-1].message[1].detach()), torch.stack(each)
+        largest = over_time.amax((-3, -2)).cummax(0).values
+        least = torch.where(over_time > 0, over_time, torch.inf).amin((-3, -2))
+        n = largest.shape[-1]
+        reach = torch.ones(n, n, dtype=torch.bool, device=largest.device)
+        if not getattr(self.model, "functions", None):
+            moves = (self._parts["dynamics"][0].whole.detach() != 0).flatten(0, -3).any(0)
+            reach = torch.linalg.matrix_power((moves | reach.tril().triu()).to(largest), n) > 0
+        before = torch.where(reach, largest[..., None, :], 0.0).amax(-1)
+        return holds(least >= LEAST_SHARE * before) is False or not regular(last, LEAST_SHARE)
+
+    def plain(self, belief: Belief) -> Belief:
+        """The belief without roots, if its covariances have all their digits without them."""
+        mean, covariance, *roots = belief.message
+        if not roots or not regular(moments.symmetric(covariance.detach()), LEAST_SHARE):
+            return belief
+        return Belief(belief.log_weights, (mean, covariance))
+
+    def rooted(self, belief: Belief) -> Belief:
+        """The belief with a root of each covariance, which the filter then carries along."""
+        mean, covariance, *roots = belief.message
+        if roots:
+            return belief
+        return Belief(
+            belief.log_weights, (mean, covariance, frame_of(moments.symmetric(covariance)).root)
+        )
+
+    def _noise_root(self, which: str, step: Affine) -> Tensor:
+        """A root of the noise of a step, taken once where it is a constant."""
+        if step.noise is not self._parts[which][2].whole:
+            return frame_of(step.noise).root
+        if which not in self._noise_roots:
+            self._noise_roots[which] = frame_of(step.noise).root
+        return self._noise_roots[which]

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.filtering.roots import Update, valued
 from cumulant.measures.gaussian import LOG_2PI
+from cumulant.measures.newton import on_tape
 
 __all__ = ["Affine", "Observed", "collapse", "observe", "predict", "symmetric"]
 
@@ -168,7 +170,12 @@ def unwhiten(root: list[Tensor], white: Tensor) -> Tensor:
 
 
 def observe(
-    emission: Affine, mean: Tensor, covariance: Tensor, value: Tensor, seen: Tensor | None
+    emission: Affine,
+    mean: Tensor,
+    covariance: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    known: Update | None = None,
 ) -> Observed:
     """Condition on value = C x + d + noise; elements not `seen` say nothing.
 
@@ -180,6 +187,7 @@ def observe(
         mean, covariance: the predicted message.
         value: ``(*batch, 1, 1, p)``.
         seen: ``(*batch, 1, 1, p)``, or None if all were.
+        known: the same in roots, which have more digits.
     """
     expected, cross, spread = _through(emission, mean, covariance)
     surprise = value - expected
@@ -191,13 +199,32 @@ def observe(
         cross = cross * mask[..., None]
         spread = spread * (mask[..., None] * mask[..., None, :]) + torch.diag_embed(1 - mask)
         count = mask.sum(-1)
-    (half, white), root, log_root = whiten(spread, cross, surprise[..., None])
+    matrix, noise, scale = emission.matrix, emission.noise, None
+    if known is not None:
+
+        def turn(x: Tensor) -> Tensor:
+            return torch.linalg.solve_triangular(known.spread, x, upper=False)
+
+        # The observation in units of S^(1/2): S is I, and its derivatives are those of the formula.
+        surprise = turn(surprise[..., None])[..., 0]
+        unit = identity(spread.shape[-1], mean.dtype, mean.device).expand_as(known.spread)
+        cross = valued(known.cross.mT, turn(cross) if on_tape(cross) else cross)
+        spread = valued(unit, turn(turn(spread).mT) if on_tape(spread) else spread)
+        lead = known.spread.shape[:-2]
+        matrix = turn(matrix.expand(*lead, -1, -1))
+        noise = turn(turn(noise.expand(*lead, -1, -1)).mT)
+        scale = known.spread.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+    (half, white), factor, log_root = whiten(spread, cross, surprise[..., None])
     log_likelihood = -(white.square().sum((-2, -1)) + count * LOG_2PI) / 2 - log_root
-    gain = unwhiten(root, half).mT
+    if scale is not None:
+        log_likelihood = log_likelihood - scale
+    gain = unwhiten(factor, half).mT
     mean = mean + (half.mT @ white)[..., 0]
     eye = identity(mean.shape[-1], mean.dtype, mean.device)
-    keep = plus(eye, -1, gain, emission.matrix)
-    kept = plus(keep @ covariance @ keep.mT, 1, gain, times(emission.noise, gain.mT))
+    keep = plus(eye, -1, gain, matrix)
+    kept = plus(keep @ covariance @ keep.mT, 1, gain, times(noise, gain.mT))
+    if known is not None:
+        kept = valued(known.root @ known.root.mT, kept)
     return Observed(mean, kept, log_likelihood)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cumulant.core.lazy import kept
 from cumulant.errors import InputError
 from cumulant.filtering.gaussian import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
@@ -154,14 +154,14 @@ class ConjugatePosterior(Filtered):
     matches its expected statistics, so that its variance may be another (T26).
     """
 
-    @cached_property
+    @kept
     def moments(self) -> Sequence[Belief]:
         """The beliefs after each step, with mean and covariance of the state for messages."""
         members = [type(self.model.prior).from_natural(b.message[0]) for b in self.beliefs[1:]]
         weights = [b.log_weights for b in self.beliefs[1:]]
         return [Belief(w, member.moments()) for w, member in zip(weights, members, strict=True)]
 
-    @cached_property
+    @kept
     def mode_measures(self) -> Any:
         """The M-projected law of x_t given A_t, of batch shape ``(*batch, T, M)``."""
         family = self.model.prior

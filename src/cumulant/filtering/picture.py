@@ -19,7 +19,6 @@ from cumulant.filtering.files import Names
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.smoothing import Smoothed
 from cumulant.filtering.tables import deviations, episodes
-from cumulant.writing import whole_file
 
 __all__ = ["picture"]
 
@@ -118,8 +117,7 @@ def picture(
         if left:
             figure.supxlabel(f"not drawn: {', '.join(left)}", fontsize=8.5, color=MUTED)
         if path is not None:
-            with whole_file(path) as part:
-                write_figure(figure, part)
+            write_figure(figure, path)
     return figure
 
 

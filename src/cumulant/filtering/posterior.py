@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from cumulant.core.lazy import Lazy, kept
 from cumulant.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
@@ -19,6 +19,7 @@ from cumulant.filtering.recursion import Belief, Run, Scheme, branch
 __all__ = [
     "Filtered",
     "Posterior",
+    "alike",
     "gaussian_posterior",
     "over_time",
     "stacked",
@@ -27,9 +28,15 @@ __all__ = [
 ]
 
 
+def alike(first: Belief, second: Belief) -> bool:
+    """Whether two beliefs have as many histories, and messages of the same kind."""
+    same = first.log_weights.shape == second.log_weights.shape
+    return same and len(first.message) == len(second.message)
+
+
 def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
     """Beliefs with time as the last batch dimension; in one piece if all are of one size."""
-    if len({b.log_weights.shape for b in beliefs}) == 1:
+    if all(alike(b, beliefs[0]) for b in beliefs):
         lead = beliefs[0].log_weights.ndim - 2
         parts = zip(*(b.message for b in beliefs), strict=True)
         message = tuple(torch.stack(list(x), lead) for x in parts)
@@ -46,7 +53,7 @@ def over_time(beliefs: Sequence[Belief], function: Callable[[Belief], Tensor]) -
 def whole(belief: Belief) -> tuple[Tensor, Tensor]:
     """Mean and covariance over all components."""
     weights, message = flat(belief)
-    mean, covariance = moments.collapse(weights, *message)
+    mean, covariance = moments.collapse(weights, *message[:2])
     return mean[..., 0, 0, :], moments.symmetric(covariance[..., 0, 0, :, :])
 
 
@@ -70,7 +77,7 @@ def flat(belief: Belief) -> Belief:
 
 
 @dataclass(frozen=True, eq=False)
-class Filtered:
+class Filtered(Lazy):
     """What every posterior has: beliefs about modes and states after each step."""
 
     model: Any
@@ -112,7 +119,7 @@ class Filtered:
             log_predicted=self.log_predicted[-1:],
         )
 
-    @cached_property
+    @kept
     def moments(self) -> Sequence[Belief]:
         """The beliefs after each step, with mean and covariance of the state for messages."""
         return self.beliefs[1:]
@@ -124,37 +131,37 @@ class Filtered:
         """In the precision of the observations and the model."""
         return x.to(self.observations[0].dtype)
 
-    @cached_property
+    @kept
     def log_likelihood(self) -> Tensor:
         return self.step_log_likelihood.sum(-1)
 
-    @cached_property
+    @kept
     def step_log_likelihood(self) -> Tensor:
         return self._given(torch.stack(self.step_totals, -1))
 
-    @cached_property
+    @kept
     def mode_probabilities(self) -> Tensor:
         return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
 
-    @cached_property
+    @kept
     def predicted_mode_probabilities(self) -> Tensor:
         return self._given(torch.stack(self.log_predicted, -2).exp())
 
-    @cached_property
+    @kept
     def mode_means(self) -> Tensor:
-        return self._each(lambda b: moments.collapse(b.log_weights, *b.message)[0].squeeze(-3))
+        return self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[0].squeeze(-3))
 
-    @cached_property
+    @kept
     def mode_covariances(self) -> Tensor:
         return moments.symmetric(
-            self._each(lambda b: moments.collapse(b.log_weights, *b.message)[1].squeeze(-4))
+            self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[1].squeeze(-4))
         )
 
-    @cached_property
+    @kept
     def mean(self) -> Tensor:
         return self._each(lambda b: whole(b)[0])
 
-    @cached_property
+    @kept
     def covariance(self) -> Tensor:
         return self._each(lambda b: whole(b)[1])
 
@@ -186,7 +193,7 @@ class Posterior(Filtered):
     inputs: tuple[Tensor, ...] | None = None
     first: int = 0
 
-    @cached_property
+    @kept
     def bank(self) -> GaussianBank:
         """The filters over all steps at once."""
         inputs = None if self.inputs is None else torch.cat(self.inputs, -2)
@@ -197,20 +204,20 @@ class Posterior(Filtered):
         inputs = None if self.inputs is None else (self.inputs[-1][..., -1:, :],)
         return replace(super().latest(), inputs=inputs, first=self.first + self.steps - 1)
 
-    @cached_property
+    @kept
     def _banks(self) -> list[GaussianBank]:
         """The filters over all steps, or step by step where beliefs grow."""
-        if len({b.log_weights.shape for b in self.beliefs[:-1]}) == 1:
+        if all(alike(b, self.beliefs[0]) for b in self.beliefs[:-1]):
             return [self.bank]
         return [step_of(self.bank, t, t + 1) for t in range(self.steps)]
 
-    @cached_property
+    @kept
     def _predicted(self) -> list[Belief]:
         """Every history moved by every mode, before the observation."""
         out: list[Belief] = []
         for bank, belief in zip(self._banks, stacked(self.beliefs[:-1]), strict=True):
             joint, waiting = branch(bank, belief, None)
-            out.append(Belief(joint, bank.predict(waiting, None)))
+            out.append(Belief(joint, bank.predict(waiting[:2], None)))
         return out
 
     def _from_predicted(self, part: int, observed: bool) -> Tensor:
@@ -220,21 +227,21 @@ class Posterior(Filtered):
             if observed:
                 moved = moments.predict(bank.linear("emission", message, None), *message)
             pieces.append(whole(Belief(joint, moved))[part])
-        return torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2)
+        return self._given(torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2))
 
-    @cached_property
+    @kept
     def predicted_mean(self) -> Tensor:
         return self._from_predicted(0, observed=False)
 
-    @cached_property
+    @kept
     def predicted_covariance(self) -> Tensor:
         return self._from_predicted(1, observed=False)
 
-    @cached_property
+    @kept
     def observation_mean(self) -> Tensor:
         return self._from_predicted(0, observed=True)
 
-    @cached_property
+    @kept
     def observation_covariance(self) -> Tensor:
         return self._from_predicted(1, observed=True)
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.filtering.files import Names, Series
+from cumulant.core.files import write_file
+from cumulant.filtering.files import Names
 from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.series import Series
 from cumulant.filtering.smoothing import Smoothed
-from cumulant.writing import whole_file
 
 __all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table"]
 
@@ -33,9 +34,7 @@ class Table(NamedTuple):
         out = csv.writer(text, lineterminator="\n")
         out.writerow(self.header)
         out.writerows(self.rows)
-        with whole_file(path) as part:
-            part.write_text(text.getvalue(), encoding="utf-8")
-        return Path(path)
+        return write_file(path, text.getvalue())
 
 
 class Episode(NamedTuple):
