@@ -448,7 +448,7 @@ def test_files_that_are_something_else(tmp_path):
     run = D.simulate(torch.randn(5, 2), 2)
     with pytest.raises(cm.InputError, match="cannot write"):
         run.save(tmp_path / "d.npz")
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".cumulant-*"))
     for suffix in ("png", "gif", "html"):
         (tmp_path / f"e.{suffix}").mkdir()
     with pytest.raises(cm.InputError, match="cannot write"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant.dynamics.checks import levels_of, some_points
+from cumulant.dynamics.krylov import largest_singular_value
 from cumulant.dynamics.shape import rows_at_once, size_of
 from cumulant.errors import InputError
 from cumulant.measures.checks import finite, numbers, real, whole
@@ -91,11 +93,19 @@ def expansion(
 
 
 class Lipschitz(NamedTuple):
-    """The largest singular value found, ``(*batch,)``, rounds taken, and whether it had settled."""
+    """The largest singular value of a Jacobian, ``(*batch,)``.
+
+    Attributes:
+        value: the largest one found; it comes from below.
+        steps: rounds taken.
+        converged: whether `upper` is at most 1 + tol times `value`.
+        upper: what the largest one does not exceed, but for one random start in a million.
+    """
 
     value: Tensor
     steps: int
     converged: Tensor
+    upper: Tensor
 
 
 def local_lipschitz(
@@ -108,13 +118,20 @@ def local_lipschitz(
 ) -> Lipschitz:
     """The largest singular value of f's Jacobian at x: how much f can stretch nearby.
 
-    Power iteration on J'J, one Jacobian-vector and one vector-Jacobian product a round. It comes
-    from below; `converged` says that the last round changed it by less than tol, relatively.
+    Golub and Kahan's method from a random start, one Jacobian-vector and one vector-Jacobian
+    product a round. The value comes from below. That it has stopped growing would prove nothing, so
+    a bound above is found as well, and `converged` says that the two agree to a relative tol.
+    Leading singular values closer than tol count as one.
 
     Args:
         f: any differentiable map; its output may have another shape.
         x: where.
         batch_dims: so many leading dimensions are separate problems, which f treats independently.
+        tol: relative distance of the bound above, at which it stops.
+        max_steps: rounds at most; memory is twice that many states.
+
+    Returns:
+        `Lipschitz`. A Jacobian that is not finite has value and upper inf and has not converged.
 
     >>> import torch, cumulant as cm
     >>> A = torch.diag(torch.tensor([3.0, 1.0]))
@@ -127,31 +144,43 @@ def local_lipschitz(
             f"local_lipschitz: batch_dims must lie between 0 and {state.ndim} and the state not be "
             f"empty, but its shape is {tuple(state.shape)} and batch_dims {batch_dims}."
         )
+    whole("local_lipschitz", "max_steps", max_steps, 1)
     batch = state.shape[:batch_dims]
+    rows = math.prod(batch)
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(state.shape, dtype=torch.float64, generator=generator).to(state)
+    start = torch.randn(state.shape, dtype=torch.float64, generator=generator).to(state)
+    broken = torch.zeros(rows, 1, dtype=torch.bool, device=state.device)
 
-    def length(u: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(u.reshape((*batch, -1)), dim=-1)
+    def sound(products: Tensor) -> Tensor:
+        """Flat rows; those with products that are not finite are zero from then on."""
+        nonlocal broken
+        flat = products.detach().reshape(rows, -1)
+        broken = broken | ~flat.isfinite().all(-1, keepdim=True)
+        return flat.masked_fill(broken, 0.0)
 
-    def unit(u: Tensor) -> Tensor:
-        size = length(u).reshape((*batch, *[1] * (state.ndim - batch_dims)))
-        return u / size.where(size > 0, 1.0)
-
-    value = state.new_zeros(batch)
-    settled = torch.zeros(batch, dtype=torch.bool, device=state.device)
     with torch.no_grad():
-        pull: Any = cast(Any, torch.func.vjp(f, state))[1]
-        for k in range(1, whole("local_lipschitz", "max_steps", max_steps, 1) + 1):
-            v = unit(v)
-            moved: Tensor = cast(Any, torch.func.jvp(f, (state,), (v,)))[1].detach()
-            new = length(moved)
-            settled = ((new - value).abs() <= tol * new) & new.isfinite()
-            value = torch.where(new.isfinite(), torch.maximum(value, new), float("inf"))
-            if bool(settled.all()):
-                return Lipschitz(value, k, settled)
-            v = pull(moved)[0].detach()
-    return Lipschitz(value, max_steps, settled)
+        image, pull = cast("tuple[Tensor, Any]", torch.func.vjp(f, state))
+        if image.shape[:batch_dims] != batch:
+            raise InputError(
+                f"local_lipschitz: f must keep the {batch_dims} batch dimensions of x, "
+                f"{tuple(batch)}, but returned shape {tuple(image.shape)}."
+            )
+
+        def pushed(v: Tensor) -> Tensor:
+            return sound(cast(Any, torch.func.jvp(f, (state,), (v.reshape(state.shape),)))[1])
+
+        def pulled(u: Tensor) -> Tensor:
+            return sound(pull(u.reshape(image.shape))[0])
+
+        found = largest_singular_value(
+            pushed, pulled, start.reshape(rows, -1), tol=tol, limit=max_steps
+        )
+    lost = broken[:, 0].cpu()
+    converged = (found.upper <= (1 + tol) * found.value) & ~lost
+    value, upper = (
+        t.masked_fill(lost, math.inf).to(state).reshape(batch) for t in (found.value, found.upper)
+    )
+    return Lipschitz(value, found.steps, converged.to(state.device).reshape(batch), upper)
 
 
 class Bounds(NamedTuple):

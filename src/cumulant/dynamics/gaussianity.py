@@ -62,7 +62,8 @@ def _over_pairs(x: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -
     n = x.shape[-2]
     squares = x.square().sum(-1)
     total = x.new_zeros(x.shape[:-2])
-    rows = max(1, 2**21 // (n * max(1, math.prod(x.shape[:-2]))))
+    # A few intermediates of 2 MB each: in cache, and below where malloc's heap fragments.
+    rows = max(1, 2**18 // (n * max(1, math.prod(x.shape[:-2]))))
     for start in range(0, n, rows):
         cut = slice(start, start + rows)
         gram = x[..., cut, :] @ x.mT

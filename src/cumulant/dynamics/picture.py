@@ -1,4 +1,4 @@
-"""Pictures of a `Trajectory`: clouds at several times with the observables; clouds in motion."""
+"""Pictures of a `Trajectory`: clouds at several times, and the observables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 import textwrap
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 
 from cumulant.errors import InputError
 from cumulant.figures import (
-    COLORS,
     MUTED,
     cycle,
     need_matplotlib,
@@ -29,12 +27,12 @@ from cumulant.figures import write as write_figure
 if TYPE_CHECKING:
     from cumulant.dynamics.trajectory import Trajectory
 
-__all__ = ["animate", "plot"]
+__all__ = ["View", "plot", "title"]
 
 _MOST_POINTS = 3000
 
 
-class _View:
+class View:
     """The first cloud of a batch as an array ``(T, n, 1 to 3)`` with limits and axis labels."""
 
     def __init__(self, run: Trajectory) -> None:
@@ -123,7 +121,8 @@ def _label(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _title(t: float) -> str:
+def title(t: float) -> str:
+    """Of a cloud at time t."""
     return f"t = {t:.3g}"
 
 
@@ -135,7 +134,7 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
     if snapshots < 1:
         raise InputError(f"plot: snapshots must be at least 1, not {snapshots}.")
     need_matplotlib()
-    view = _View(run)
+    view = View(run)
     last = len(run.times) - 1
     frames = sorted({round(k * last / max(1, snapshots - 1)) for k in range(snapshots)})
     names = list(run.observables) if last else []
@@ -157,7 +156,7 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
     return figure
 
 
-def _clouds(part: Any, view: _View, frames: list[int]) -> str:
+def _clouds(part: Any, view: View, frames: list[int]) -> str:
     """Snapshots side by side; says so where each has its own scale."""
     # Unbounded growth would shrink the start to a dot: then every snapshot has its own scale.
     sizes = [np.abs(view.points[k]).max() for k in frames]
@@ -166,7 +165,7 @@ def _clouds(part: Any, view: _View, frames: list[int]) -> str:
     for i, k in enumerate(frames):
         axes = part.add_subplot(1, len(frames), i + 1, projection=view.projection)
         view.draw(axes, k, shared if common else view.limits([k]))
-        axes.set_title(_title(view.times[k]))
+        axes.set_title(title(view.times[k]))
         if i and view.dimension == 2:
             axes.set_ylabel("")
     return "" if common else "scales differ"
@@ -203,46 +202,3 @@ def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -
         axes.ticklabel_format(axis="y", useOffset=False)
     axes.set_title(textwrap.fill(_label(name), 24))
     axes.set_xlabel("t")
-
-
-def animate(run: Trajectory, path: Path, frames: int, fps: int) -> Path:
-    """See `Trajectory.animate`."""
-    if path.suffix.lower() not in (".gif", ".html"):
-        raise InputError(f"animate: the file must end in .gif or .html, not {path.name!r}.")
-    if not path.parent.is_dir():
-        raise InputError(f"animate: there is no folder {path.parent}; make it first.")
-    if frames < 1 or fps < 1:
-        raise InputError(f"animate: frames and fps must be at least 1, not {frames} and {fps}.")
-    need_matplotlib()
-    view = _View(run)
-    count = min(frames, len(run.times))
-    chosen = [round(k * (len(run.times) - 1) / max(1, count - 1)) for k in range(count)]
-    with style():
-        figure = new_figure(4.6, 4.8)
-        axes = figure.add_subplot(projection=view.projection)
-        limits = view.limits(chosen)
-        drawn = view.draw(axes, chosen[0], limits)
-        heading = axes.set_title(_title(view.times[0]), color=COLORS[0])
-
-        def show(k: int) -> Any:
-            x = view.points[k]
-            if view.dimension == 3:
-                drawn._offsets3d = tuple(x.T)
-            else:
-                drawn.set_offsets(
-                    np.column_stack([x[:, 0], x[:, 1] if x.shape[1] > 1 else 0 * x[:, 0]])
-                )
-            heading.set_text(_title(view.times[k]))
-            return (drawn,)
-
-        animation = import_module("matplotlib.animation")
-        film = animation.FuncAnimation(figure, show, frames=chosen, interval=1000 / fps)
-        try:
-            if path.suffix.lower() == ".gif":
-                film.save(path, writer=animation.PillowWriter(fps=fps), dpi=90)
-            else:
-                page = film.to_jshtml(fps=fps, default_mode="loop")
-                path.write_text(f"<!doctype html><meta charset=utf-8><title>Cumulant</title>{page}")
-        except OSError as error:
-            raise InputError(f"animate: cannot write {path}: {error.strerror}.") from None
-    return path

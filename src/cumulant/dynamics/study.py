@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.files import make_folder, write_file
 from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
 from cumulant.dynamics.gaussian import gaussian_flow
 from cumulant.dynamics.gaussianity import gaussianity
@@ -207,10 +208,10 @@ def main(folder: Path, quick: bool) -> None:
     """Run, and write ``fixed-point.json`` and the figures."""
     from cumulant.dynamics.study_figures import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     study = run(quick=quick, tick=lambda what: print(what, file=sys.stderr, flush=True))  # noqa: T201
     numbers = {n: x for n, x in asdict(study).items() if n != "limits"}
-    (folder / "fixed-point.json").write_text(json.dumps(numbers, indent=1))
+    write_file(folder / "fixed-point.json", json.dumps(numbers, indent=1))
     draw(study, folder)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.core.files import destination, interrupts_held, whole_file
 from cumulant.dynamics import shape
 from cumulant.errors import InputError
 
@@ -70,21 +71,14 @@ class Trajectory:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write an npz file, whole or not at all; `load` reads it back, and so does numpy."""
-        path = Path(path)
         arrays = {"times": self.times, "states": self.states, "blow_up_time": self.blow_up_time}
         arrays |= {f"observable {n}": x for n, x in self.observables.items()}
         plain = {n: _plain(x) for n, x in arrays.items()}
         kinds = {n: str(x.dtype).removeprefix("torch.") for n, x in arrays.items()}
-        part = path.with_name(path.name + ".part")
-        try:
-            with open(part, "wb") as file:
-                about = json.dumps({"dtypes": kinds, "settings": self.settings})
-                np.savez_compressed(file, format=about, **plain)
-            os.replace(part, path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise InputError(f"save: cannot write {path}: {error.strerror}.") from None
-        return path
+        about = json.dumps({"dtypes": kinds, "settings": self.settings})
+        with whole_file(path) as part, open(part, "wb") as file:
+            np.savez_compressed(file, format=about, **plain)
+        return Path(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Trajectory:
@@ -133,12 +127,14 @@ class Trajectory:
     def animate(self, path: str | os.PathLike[str], *, frames: int = 60, fps: int = 12) -> Path:
         """Write the cloud in motion as a GIF, or as an HTML page with a player, by the suffix.
 
+        The page holds all it needs and makes no request.
+
         Raises:
             InputError: another suffix, or matplotlib is missing (``pip install 'cumulant[plot]'``).
         """
-        from cumulant.dynamics.picture import animate
+        from cumulant.dynamics.film import animate
 
-        return animate(self, Path(path), frames, fps)
+        return animate(self, path, frames, fps)
 
 
 def _plain(x: Tensor) -> Any:
@@ -186,6 +182,8 @@ def collect(
     chosen = STANDARD if observables is None else observables
     if not isinstance(chosen, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError("observables must be functions by name: {'name': function}.")
+    if checkpoint is not None:
+        destination(checkpoint)  # before the work, not after it
     got: list[Moment] = []
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     begun = 0.0 if earlier is None else float(earlier.times[-1])
@@ -214,7 +212,8 @@ def collect(
                 saved = time.monotonic()
     finally:
         if checkpoint is not None and got:
-            so_far().save(checkpoint)
+            with interrupts_held():  # a second Ctrl-C waits until the run is on disk
+                so_far().save(checkpoint)
     return so_far()
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cumulant.core.files import whole_file
 from cumulant.errors import InputError
 
 __all__ = [
@@ -118,19 +119,12 @@ def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) ->
 
 
 def write(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """The figure as a file, by its suffix."""
+    """The figure as a file, by its suffix; whole or not at all."""
     path = Path(path)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
         kinds = ", ".join(sorted(known))
         raise InputError(f"cannot draw a file {path.name}; the suffixes are {kinds}.")
-    if not path.parent.is_dir():
-        raise InputError(
-            f"there is no folder {path.parent} to write {path.name} into; make it first."
-        )
-    try:
-        with style():
-            figure.savefig(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}.") from None
+    with style(), whole_file(path) as part:
+        figure.savefig(part)
     return path

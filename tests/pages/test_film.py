@@ -1,0 +1,83 @@
+"""The page that plays a run: in a browser, without a network."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import cumulant as cm
+from browser import Browser, keep
+from cumulant.pages import film_page
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    run = cm.dynamics.simulate(x, 20, contraction=cm.dynamics.Sphere(), beta=4.0)
+    return run.animate(tmp_path_factory.mktemp("film") / "film.html", frames=7)
+
+
+def test_nothing_in_the_page_asks_for_anything(page):
+    text = re.sub(r"base64,[^\"]*", "", page.read_text())
+    assert not re.findall(r"https?:|//[a-z]|@import|url\(", text)
+    assert set(re.findall(r'(?:src|href)="([^",;]*)', text)) == {"data:image/png", "data:"}
+    assert "default-src 'none'" in text
+
+
+def test_frames_are_the_run(page):
+    found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)"', page.read_text())
+    assert [alt for _, alt in found] == [f"t = {k}" for k in (0, 3, 7, 10, 13, 17, 20)]
+    pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(x)))) for x, _ in found]
+    assert {x.shape for x in pictures} == {(720, 690, 4)}
+    assert all((a != b).any() for a, b in pairwise(pictures))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_player_shows_and_works(browser, page, tmp_path, dark):
+    browser.open(page, width=720, height=960, dark=dark)
+    shown = "[...document.images].findIndex((x) => !x.hidden)"
+    label = "document.getElementById('play').textContent"
+    button = "document.getElementById('{}')".format
+    assert browser.run("[...document.images].every((x) => x.complete && x.naturalWidth === 690)")
+    # The browser asks for less motion, so the film waits.
+    assert (browser.run(shown), browser.run(label)) == (0, "Play")
+    browser.click(button("next"))
+    browser.click(button("next"))
+    browser.click(button("back"))
+    assert browser.run(shown) == 1
+    assert browser.run("document.getElementById('time').textContent") == "t = 3"
+    browser.run("document.getElementById('frame').focus()")
+    browser.press("End", "ArrowLeft")
+    assert browser.run(shown) == 5
+    keep(browser, tmp_path, f"film-{'dark' if dark else 'light'}")
+    browser.click(button("loop"))
+    browser.click(button("play"))
+    assert browser.run(label) == "Pause"
+    ended = "new Promise((r) => setInterval(() => document.getElementById('play').textContent"
+    browser.run(f"{ended} === 'Play' && r(true), 20))")
+    assert browser.run(shown) == 6
+    browser.choose("speed", "2")
+    browser.click(button("play"))
+    assert browser.run(label) == "Pause"
+    browser.click(button("play"))
+    assert browser.run(label) == "Play"
+    assert browser.errors == []
+    assert [x for x in browser.requests if not x.startswith(("file:", "data:"))] == []
+
+
+def test_captions_are_text():
+    text = film_page([b"x"], ['<b onclick="a">{{ digest }}'], 5)
+    assert 'alt="&lt;b onclick=&quot;a&quot;&gt;{{ digest }}"' in text
