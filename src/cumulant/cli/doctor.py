@@ -1,0 +1,202 @@
+"""`cumulant doctor`: what is installed, and whether derivatives are right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cumulant import __version__
+from cumulant.cli.progress import progress_bar
+from cumulant.core.files import write_file
+from cumulant.derivatives import DerivativeReport, check_derivatives
+from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
+from cumulant.errors import InputError
+
+_STYLES = {"right": "green", "wrong": "bold red", "not supported": "yellow"}
+
+
+def doctor(
+    derivatives: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            help="Check derivatives of module:function, or of torch's own functions: torch.",
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shape of one random input, such as 2,5,8; repeat for more. Without it, function "
+            "takes no arguments and returns (f, inputs)."
+        ),
+    ] = None,
+    order: Annotated[int, typer.Option(help="The longest word of modes, 1 to 4.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Time budget of each check.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of inputs and directions.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="With torch: write the table here, as Markdown."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show versions and missing extras, or check derivatives against finite differences.
+
+    F is forward mode, R is reverse mode; RF is reverse over forward. Exit code 0 if everything is
+    right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input.
+
+    \b
+    cumulant doctor                                          versions and extras
+    cumulant doctor --derivatives mymodel:loss --shape 2,5,8 a function of one tensor
+    cumulant doctor --derivatives mymodel:example            example() returns (f, inputs)
+    cumulant doctor --derivatives torch --order 3            torch's norms, losses, layers, ...
+    """
+    if shape and derivatives in (None, "torch"):
+        raise InputError("--shape describes inputs of --derivatives module:function.")
+    if output is not None and (derivatives != "torch" or not output.parent.is_dir()):
+        raise InputError("--output goes with --derivatives torch, and its folder must exist.")
+    if derivatives is None:
+        _installation(as_json)
+    elif derivatives == "torch":
+        _torch(order, seconds, seed, output, as_json)
+    else:
+        function, inputs = _target(derivatives, shape or [], seed)
+        report = check_derivatives(function, inputs, order=order, seconds=seconds, seed=seed)
+        if as_json:
+            typer.echo(json.dumps(report.as_dict(), indent=2))
+        else:
+            _show(report)
+        if not report.ok:
+            raise typer.Exit(1)
+
+
+def _extras() -> dict[str, list[str]]:
+    """The packages that each extra lacks here."""
+    missing: dict[str, list[str]] = {}
+    try:
+        requirements = metadata.requires("cumulant") or []
+    except metadata.PackageNotFoundError:
+        return missing
+    for requirement in requirements:
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
+        if match is None or match[1] == "cumulant":
+            continue
+        absent = missing.setdefault(match[2], [])
+        try:
+            metadata.version(match[1])
+        except metadata.PackageNotFoundError:
+            absent.append(match[1])
+    return missing
+
+
+def _installation(as_json: bool) -> None:
+    versions = {"cumulant": __version__, "python": platform.python_version()}
+    versions |= {n: metadata.version(n) for n in ("torch", "numpy", "scipy")}
+    extras = _extras()
+    if as_json:
+        typer.echo(json.dumps({"versions": versions, "missing": extras}, indent=2))
+        return
+    for name, version in versions.items():
+        typer.echo(f"{name:<12}{version}")
+    for extra, absent in sorted(extras.items()):
+        state = "installed" if not absent else f"missing {', '.join(absent)}"
+        hint = "" if not absent else f"  (pip install 'cumulant[{extra}]')"
+        typer.echo(f"[{extra}]".ljust(12) + state + hint)
+
+
+def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise InputError(f"--derivatives takes module:function or torch, not {name!r}.")
+    sys.path.insert(0, "")  # modules in the current folder, as python -m finds them
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"--derivatives {name}: {error}.") from None
+    finally:
+        sys.path.remove("")
+    if shapes:
+        torch.manual_seed(seed)
+        return found, tuple(torch.randn(_shape(s), dtype=torch.float64) for s in shapes)
+    try:
+        made = found()
+    except TypeError as error:
+        raise InputError(
+            f"{name} takes arguments ({error}): give the shapes of its tensors with --shape, or "
+            "name a function without arguments that returns (f, inputs)."
+        ) from None
+    except Exception as error:
+        raise InputError(f"{name}() failed with {type(error).__name__}: {error}") from None
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise InputError(f"{name}() must return (f, inputs); it returned {type(made).__name__}.")
+    return made
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(n) for n in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--shape takes positive integers such as 2,5,8, not {text!r}.")
+    return sizes
+
+
+def _show(report: DerivativeReport) -> None:
+    table = Table("word", "status", caption="outermost mode first: RF is reverse over forward")
+    for name in ("torch", "differences", "±"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        style = _STYLES.get(row.status, "yellow")
+        table.add_row(
+            row.word,
+            f"[{style}]{row.status}[/{style}]",
+            "" if row.value is None else f"{row.value:.9g}",
+            "" if row.expected is None else f"{row.expected:.9g}",
+            "" if row.error_bar is None else f"{row.error_bar:.1e}",
+        )
+    Console().print(table)
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    for fault in report.faults:
+        typer.echo(f"\n{fault}")
+
+
+def _torch(order: int, seconds: float, seed: int, output: Path | None, as_json: bool) -> None:
+    cases = list(catalog(seed))
+    verdicts: list[Verdict] = []
+    with progress_bar() as bar:
+        task = bar.add_task("torch", total=len(cases))
+        for verdict in sweep(cases, order=order, seconds=seconds):
+            verdicts.append(verdict)
+            bar.update(task, advance=1, description=verdict.name)
+    failing = [v for v in verdicts if not v.ok]
+    if output is not None:
+        command = f"cumulant doctor --derivatives torch --order {order}"
+        write_file(output, markdown(verdicts, command))
+    if as_json:
+        typer.echo(json.dumps([v.as_dict() for v in verdicts], indent=2))
+    else:
+        table = Table("group", "function", "wrong", "not supported", "not checked")
+        for v in failing:
+            table.add_row(
+                v.group, v.name, *(" ".join(x) for x in (v.wrong, v.not_supported, v.unchecked))
+            )
+        Console().print(table)
+        typer.echo(
+            f"{len(verdicts) - len(failing)} of {len(verdicts)} functions right in every word."
+        )
+    if failing:
+        raise typer.Exit(1)

@@ -1,0 +1,95 @@
+"""`cumulant doctor` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import cumulant as cm
+from cumulant.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+
+def smooth(x, y):
+    return (x @ y).sin()
+
+def example():
+    return nn.LayerNorm(5), torch.randn(2, 5)
+
+def nothing():
+    return 3
+
+def broken():
+    raise RuntimeError("no such file")
+"""
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cumulant", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def test_installation(doctor):
+    out = doctor("--json")
+    assert out.returncode == 0
+    found = json.loads(out.stdout)
+    assert found["versions"]["cumulant"] == cm.__version__
+    assert "torch" in found["versions"]
+    assert "torch" in doctor().stdout
+
+
+def test_a_right_function(doctor):
+    out = doctor("--derivatives", "mine:smooth", "--shape", "2,3", "--shape", "3,4", "--json")
+    assert out.returncode == 0, out.stderr
+    report = json.loads(out.stdout)
+    assert report["ok"]
+    assert [row["word"] for row in report["rows"]] == ["F", "R", "FF", "FR", "RF", "RR"]
+
+
+def test_a_wrong_function_is_exit_code_1(doctor):
+    out = doctor("--derivatives", "mine:example")
+    assert out.returncode == 1
+    assert "torch.nn.functional.layer_norm: FF RF wrong" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--derivatives", "mine"], "module:function"),
+        (["--derivatives", "missing:f"], "missing"),
+        (["--derivatives", "mine:missing"], "missing"),
+        (["--derivatives", "mine:smooth"], "--shape"),
+        (["--derivatives", "mine:nothing"], "(f, inputs)"),
+        (["--derivatives", "mine:broken"], "no such file"),
+        (["--derivatives", "mine:smooth", "--shape", "2,x"], "2,x"),
+        (["--derivatives", "mine:smooth", "--shape", "2,3", "--order", "9"], "order"),
+        (["--shape", "2"], "--derivatives"),
+        (["--output", "page.md"], "--derivatives torch"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(doctor, arguments, message):
+    out = doctor(*arguments)
+    assert out.returncode == 2
+    assert len(out.stderr.strip().splitlines()) == 1
+    assert message in out.stderr

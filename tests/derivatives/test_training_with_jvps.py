@@ -1,0 +1,135 @@
+"""What `docs/training-with-jvps.md` says of a loss that contains a JVP, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jvp
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import cumulant as cm
+
+DOUBLE = torch.float64
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, dtype=DOUBLE
+    )
+
+
+def data(dtype=DOUBLE):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 4, 5, 8, generator=generator, dtype=DOUBLE).to(dtype)
+
+
+def loss_of(model, z, velocity):
+    u, slope = jvp(model, (z,), (velocity,))
+    return (u + slope - velocity).square().mean()
+
+
+def gradient_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """The gradient of the loss, agreed on with finite differences along a random direction."""
+    model, (z, velocity) = encoder(), data()
+    named = dict(model.named_parameters())
+    move = {n: torch.randn_like(p) for n, p in named.items()}
+
+    def moved(step):
+        weights = {n: p.detach() + step * move[n] for n, p in named.items()}
+        return loss_of(lambda z: functional_call(model, weights, z), z, velocity)
+
+    with cm.differentiable():
+        gradient = gradient_of(model, loss_of(model, z, velocity))
+        h = 1e-3
+        slope = (8 * (moved(h) - moved(-h)) - (moved(2 * h) - moved(-2 * h))) / (12 * h)
+    along = (gradient * torch.cat([x.flatten() for x in move.values()])).sum()
+    torch.testing.assert_close(along, slope, rtol=1e-7, atol=1e-9)
+    return gradient
+
+
+def test_torch_alone_is_wrong(truth):
+    """If this fails, torch has mended layer_norm: say so in the page."""
+    model = encoder()
+    with cm.sdpa_replaced():
+        gradient = gradient_of(model, loss_of(model, *data()))
+    assert (gradient - truth).norm() > 0.05 * truth.norm()
+
+
+def test_autocast(truth):
+    model = encoder().float()
+    with cm.differentiable(), torch.autocast("cpu", dtype=torch.bfloat16):
+        gradient = gradient_of(model, loss_of(model, *data(torch.float32)))
+    assert gradient.dtype == torch.float32
+    assert (gradient - truth).norm() < 0.05 * truth.norm()
+
+
+def test_bfloat16_weights(truth):
+    model = encoder().bfloat16()
+    with cm.differentiable():
+        gradient = gradient_of(model, loss_of(model, *data(torch.bfloat16)))
+    assert gradient.dtype == torch.bfloat16
+    assert (gradient.double() - truth).norm() < 0.1 * truth.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torch_refuses_a_checkpoint_inside(reentrant):
+    model, (z, velocity) = encoder(), data()
+
+    def inside(z):
+        return checkpoint(model, z, use_reentrant=reentrant)
+
+    with cm.differentiable(), pytest.raises((RuntimeError, CheckpointError)):
+        loss_of(inside, z, velocity).backward()
+
+
+def test_checkpoint_around(truth):
+    model, (z, velocity) = encoder(), data()
+    with cm.differentiable():
+        u, slope = checkpoint(
+            lambda z: jvp(model, (z,), (velocity,)), z.requires_grad_(), use_reentrant=False
+        )
+        gradient = gradient_of(model, (u + slope - velocity).square().mean())
+    torch.testing.assert_close(gradient, truth)
+
+
+def test_compiled_model(truth):
+    model = encoder()
+    with cm.differentiable():
+        gradient = gradient_of(model, loss_of(torch.compile(model), *data()))
+    torch.testing.assert_close(gradient, truth)
+
+
+def test_compiled_product(truth):
+    model = encoder()
+    with cm.differentiable():
+        loss = torch.compile(lambda z, velocity: loss_of(model, z, velocity))(*data())
+        gradient = gradient_of(model, loss)
+    torch.testing.assert_close(gradient, truth)
+
+
+def test_average_of_weights():
+    model, (z, velocity) = encoder(), data()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    with cm.differentiable():
+        for _ in range(20):
+            loss = loss_of(model, z, velocity)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+            losses.append(loss.item())
+        final = loss_of(average, z, velocity).item()
+    assert losses[-1] < 0.8 * losses[0]
+    assert final < losses[0]
