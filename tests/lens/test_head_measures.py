@@ -91,8 +91,22 @@ def test_energy_of_single_precision_and_of_nothing():
     for _ in range(200):
         resting = replace(resting, query=resting.attend().key_mean)
     assert energy_change(resting).abs().max() < 1e-9
-    with pytest.raises(cm.InputError, match="positive"):
-        energy_change(replace(call, scale=0.0))
+    with pytest.raises(cm.InputError, match="at least 0"):
+        energy_change(replace(call, scale=-1.0))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_energy_of_a_head_without_scores_is_the_limit(name):
+    """Scale 0 is uniform attention over what is seen: each query falls to its mean m, by all of
+    |q - m|^2 / 2. Small scales come there."""
+    call = random_call(scale=0.0, **CALLS[name])
+    scores, key = dense_scores(call, call.query)
+    mean = scores.softmax(-1) @ key
+    change = energy_change(call)
+    torch.testing.assert_close(change, -(call.query - mean).square().sum(-1) / 2)
+    torch.testing.assert_close(energy_change(replace(call, scale=1e-7)), change, rtol=1e-5, atol=0)
+    blind = replace(call, mask=torch.zeros(1, 1, 9, 9).bool(), sinks=None)
+    assert energy_change(blind).isnan().all()
 
 
 def test_energy_with_a_softcap():

@@ -13,7 +13,8 @@ from torch import nn
 
 import cumulant as cm
 from cumulant.lens import layers as module_under_test
-from cumulant.lens.hidden import Reservoir, shape_of, some_pairs
+from cumulant.lens.clouds import Cloud
+from cumulant.lens.hidden import Reservoir, some_pairs
 from cumulant.lens.layers import LayerProbe
 
 LEVELS = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
@@ -46,7 +47,7 @@ def tell(model, probe, cores, real, sink, *, trigger=None):
 
 def run(model, cores, forward, real, *, sink=None, probe=None, trigger=None, **options):
     sink = torch.zeros_like(real) if sink is None else sink
-    with torch.no_grad(), probe or LayerProbe(model, **options) as probe:
+    with torch.no_grad(), (probe or LayerProbe(model, **options)).attached() as probe:
         handles = tell(model, probe, cores, real, sink, trigger=trigger)
         forward()
         for handle in handles:
@@ -467,7 +468,7 @@ def test_half_precision_and_inference_mode():
     model, x = encoder(dtype=torch.bfloat16), torch.randn(2, 7, 8).bfloat16()
     probe = LayerProbe(model)
     for mode in (torch.inference_mode, torch.no_grad):  # a second run, outside inference mode
-        with probe, mode():
+        with probe.attached(), mode():
             handles = tell(model, probe, ".self_attn", EVERY, ~EVERY)
             model(x)
             for handle in handles:
@@ -503,7 +504,7 @@ def test_a_run_that_resumes_ends_the_same():
     assert resumed.layers() == whole.layers()
     assert resumed.inputs() == whole.inputs()
     assert max(r["pairs"] for r in whole.expansions() if r["sublayer"] != "norm") == 40
-    assert all(len(b["states"]["key"]) == 20 for b in whole.state()["blocks"])
+    assert all(len(b["states"]["sample"]["key"]) == 20 for b in whole.state()["blocks"])
 
 
 def test_states_of_other_sizes_are_refused():
@@ -525,7 +526,7 @@ def test_hooks_go_even_when_the_model_fails():
     probe = LayerProbe(model)
 
     def fail():
-        with probe:
+        with probe.attached():
             assert hooks(model) > 0
             model(torch.randn(1, 4, 9).double())
 
@@ -538,7 +539,7 @@ def test_hooks_go_even_when_the_model_fails():
 def test_a_failed_text_does_not_spoil_the_next():
     model, x = encoder(), torch.randn(2, 7, 8).double()
     broken = model.layers[0].linear1.register_forward_hook(lambda *_: 1 / 0)
-    with LayerProbe(model) as probe, torch.no_grad():
+    with LayerProbe(model).attached() as probe, torch.no_grad():
         tell(model, probe, ".self_attn", EVERY, ~EVERY)
         with pytest.raises(ZeroDivisionError):
             model(x)
@@ -575,7 +576,7 @@ def test_generation_measures_the_prompt():
     ids = tokens()
     probe = LayerProbe(model)
     count = [0]
-    with probe:
+    with probe.attached():
         for i, block in enumerate(model.transformer.h):
 
             def told(core, args, output, i=i):
@@ -592,12 +593,12 @@ def test_generation_measures_the_prompt():
 # Samples and shapes
 
 
-def reservoir_of(states, sink=None, size=4096, seed=0):
-    reservoir = Reservoir(size, seed)
-    draw = reservoir.offer([len(states)])
-    marked = torch.zeros(len(states)) if sink is None else sink.float()
-    reservoir.add(draw.key, {"state": states[draw.item], "sink": marked[draw.item]})
-    return reservoir
+def shape_of(states, sink=None, seed=0):
+    """The shape of one text."""
+    cloud = Cloud(4096, seed)
+    sink = torch.zeros(len(states)).bool() if sink is None else sink
+    cloud.add(states, real=torch.ones(1, len(states)).bool(), sink=sink[None])
+    return cloud.shape()
 
 
 def test_the_sample_is_uniform_however_it_comes():
@@ -626,7 +627,7 @@ def test_random_pairs_are_pairs():
 
 def test_shape_by_brute_force():
     x = torch.randn(30, 6).double() * torch.arange(1, 7) + 2
-    shape = shape_of(reservoir_of(x))
+    shape = shape_of(x)
     cosines = nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
     off = cosines[~torch.eye(30).bool()]
     values = torch.linalg.eigvalsh(torch.cov(x.T))
@@ -637,8 +638,8 @@ def test_shape_by_brute_force():
     # the nearest matrix with equal rows is that of the mean
     c = x.mean(0).expand_as(x)
     assert shape.rank_residual == pytest.approx(float((x - c).norm() / x.norm()))
-    assert shape_of(reservoir_of(torch.ones(9, 4))).rank_residual == 0
-    assert shape_of(reservoir_of(x[:1])) == (None,) * 6
+    assert shape_of(torch.ones(9, 4)).rank_residual == 0
+    assert shape_of(x[:1]) == (None,) * 6
 
 
 def test_p_values_of_gaussian_states_are_uniform():
@@ -648,7 +649,7 @@ def test_p_values_of_gaussian_states_are_uniform():
     p = []
     for seed in range(80):
         x = torch.randn(132, 200, dtype=torch.float64, generator=generator) * scales
-        p.append(shape_of(reservoir_of(x, seed=seed)).gaussianity_p)
+        p.append(shape_of(x, seed=seed).gaussianity_p)
     p = torch.tensor(p).sort().values
     grid = torch.arange(1, 81) / 80
     assert float((p - grid).abs().max()) < 0.18  # Kolmogorov-Smirnov at 0.01
@@ -659,7 +660,7 @@ def test_sinks_are_left_out_of_gaussianity_only():
     sink = torch.zeros(400).bool()
     sink[:20] = True
     x[:20, 0] += 300
-    plain, aware = shape_of(reservoir_of(x)), shape_of(reservoir_of(x, sink))
+    plain, aware = shape_of(x), shape_of(x, sink)
     assert plain.gaussianity_p == pytest.approx(1 / 200)
     assert aware.gaussianity_p > 0.05
     assert aware.gaussianity < aware.gaussianity_null < plain.gaussianity
@@ -669,7 +670,7 @@ def test_sinks_are_left_out_of_gaussianity_only():
 def test_two_clusters_are_not_gaussian():
     x = torch.randn(200, 10).double()
     x[::2, 3] += 8
-    shape = shape_of(reservoir_of(x))
+    shape = shape_of(x)
     assert shape.gaussianity > shape.gaussianity_null
     assert shape.gaussianity_p < 0.01
 
@@ -683,6 +684,7 @@ def test_layers_hold_the_shape_of_states_after_the_block():
         assert row["participation_ratio"] == pytest.approx(
             float(cm.dynamics.participation_ratio(states))
         )
-        away = states - states.mean(0)
-        assert row["rank_residual"] == pytest.approx(float(away.norm() / states.norm()))
+        texts = states.unflatten(0, (2, 7))
+        away = (texts - texts.mean(1, keepdim=True)).norm(dim=(1, 2)) / texts.norm(dim=(1, 2))
+        assert row["rank_residual"] == pytest.approx(float(away.mean()))
         assert row["gaussianity_p"] is None  # fourteen tokens are too few

@@ -309,3 +309,13 @@ def test_paged_caches_are_refused():
     x = random(1, 2, 4, 8)
     with pytest.raises(cm.InputError, match="continuous batching"):
         call_of(nn.Identity(), x, x, x, None, eager=False, cross=False, given={"cache": object()})
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_a_query_that_a_mask_of_numbers_hides_from_all_keys_has_no_row(low):
+    """Such rows are padded queries; `attend`, which has no padding, adds the numbers instead."""
+    added = torch.zeros(1, 1, 4, 4)
+    added[..., 1, :] = low
+    _, table = seen(Plain(), random(1, 2, 4, 8), attn_mask=added)
+    assert table["token"].tolist() == [0, 2, 3] * 2
+    assert (table["visible"] == 4).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from cumulant.cli.progress import progress_bar
+from cumulant.cli.text import as_text
+from cumulant.core.files import make_folder, whole_file
 from cumulant.distributed.ranks import Ranks, launched
 from cumulant.errors import GroupError, InputError
 from cumulant.lens.examination import Examination, compare
@@ -22,7 +24,6 @@ from cumulant.lens.files import ABOUT, plain, unfinished
 from cumulant.lens.models import load, reason_of
 from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
-from cumulant.writing import make_folder
 
 # Seconds that a process waits for the others: they may be far apart, and one that died is noticed
 # at once.
@@ -77,7 +78,7 @@ def lens(
     again; processes that torchrun started share the texts. Columns are defined
     in examination.json, in the report and in docs/lens.md.
     """
-    fresh = not output.exists()  # before the processes meet: later, another may have made it
+    fresh = not os.path.exists(output)  # before the processes meet: later, another may have made it
     with launched(PATIENCE) as ranks:
         try:
             _lens(
@@ -142,7 +143,8 @@ def _lens(
         page = found.report(folder / "report.html")
         differences = None if earlier is None else compare(earlier, found)
         if differences is not None:
-            differences.to_csv(folder / "comparison.csv", index=False)
+            with whole_file(folder / "comparison.csv") as part:
+                differences.to_csv(part, index=False)
     except KeyboardInterrupt:
         left = _left(folder, fresh and first, before)
         if first:
@@ -162,7 +164,7 @@ def _lens(
     console = Console(highlight=False, emoji=False)
     _tell(console, found, page, whose)
     if before is not None:
-        console.print(f"[dim]It replaces an earlier examination in {escape(str(folder))}.[/dim]")
+        console.print(f"[dim]It replaces an earlier examination in {as_text(folder)}.[/dim]")
     if differences is not None:
         _tell_difference(console, differences, against, folder)
 
@@ -193,29 +195,28 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
     from cumulant.lens.report import findings
 
     run, facts = found.run, found.facts
-    name = escape(str(facts["name"]))
+    name = as_text(facts["name"])
     console.print(
         f"[bold]{name}[/bold]: {facts['layers']} layers, {facts['heads']} heads; "
         f"{run['tokens']} tokens of {run['texts']} text{'s' * (run['texts'] != 1)} in "
         f"{run['seconds']:.1f} s"
     )
     if whose is not None:
-        console.print(f"[dim]{escape(whose)}[/dim]")
+        console.print(f"[dim]{as_text(whose)}[/dim]")
     for finding in findings(found.report_data()):
-        headline, sentence = escape(finding.headline), escape(finding.sentence)
+        headline, sentence = as_text(finding.headline), as_text(finding.sentence)
         console.print(f"\n[bold]{headline}[/bold]\n{sentence}", soft_wrap=False)
     for note in found.notes:
-        console.print(f"\n[yellow]{escape(note)}[/yellow]")
-    console.print(f"\nThe report is {escape(str(page))}; tables are beside it.")
+        console.print(f"\n[yellow]{as_text(note)}[/yellow]")
+    console.print(f"\nThe report is {as_text(page)}; tables are beside it.")
 
 
 def _tell_difference(
     console: Console, differences: Any, against: Path | None, folder: Path
 ) -> None:
     """Medians over heads of what changed, and where all of it is."""
-    console.print(
-        f"\n[bold]Against {escape(str(against))}[/bold] (medians over heads, earlier and now)"
-    )
+    told = "medians over heads, earlier and now"
+    console.print(f"\n[bold]Against {as_text(against)}[/bold] ({told})")
     for name in ("entropy", "effective_keys", "k90_fraction", "self_mass", "sink_mass"):
         rows = differences[differences["statistic"] == name]
         if len(rows):
@@ -223,7 +224,7 @@ def _tell_difference(
             console.print(f"{name:>15}  {before:10.4g}  {after:10.4g}")
     console.print(
         "Most of these depend on how many keys a token sees: compare texts of one length.\n"
-        f"Every statistic of every head is in {escape(str(folder / 'comparison.csv'))}."
+        f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}."
     )
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulant.attention.attend import Attended, Fields
+from cumulant.attention.attended import Attended
+from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call, _split_heads, prepare
 from cumulant.errors import InputError
 from cumulant.kernels.tiles import Band
@@ -92,7 +93,8 @@ class AttentionCall:
 
     def attend(self, query: Tensor | None = None, value: Tensor | None = None) -> Attended:
         """`cumulant.attend` of this call; `query` and `value` stand in for the call's own."""
-        return Attended(Fields(self.prepared(query, value), values_are_keys=False))
+        call = self.prepared(query, value)
+        return Attended(Direct(call), call.dtype)
 
 
 def _wide(mask: Tensor, n: int) -> Tensor:
@@ -103,7 +105,9 @@ def additive_parts(mask: Any) -> tuple[Tensor | None, Tensor | None]:
     """(boolean mask, bias) of a mask as models pass it: boolean, or added to the scores.
 
     Entries below -9999 mean "may not attend": libraries write the most negative number, -1e9 or
-    -1e4, and the weight is zero in each case. A mask that is nothing but that has no bias.
+    -1e4, and beside a visible key the weight is zero in each case. A row of nothing but such
+    entries is a padded query: it sees no key, where `attend` would take the numbers at their word.
+    A mask that is nothing but that has no bias; under vmap there are always both.
     """
     if mask is None:
         return None, None
@@ -117,5 +121,8 @@ def additive_parts(mask: Any) -> tuple[Tensor | None, Tensor | None]:
     if not mask.is_floating_point():
         return mask != 0, None
     seen = mask > -9999
-    bias = mask.masked_fill(~seen, 0.0)
-    return (None if bool(seen.all()) else seen), (bias if bool(bias.any()) else None)
+    try:
+        whole, plain = bool(seen.all()), bool((seen == (mask == 0)).all())
+    except RuntimeError:  # vmap hides the entries: both parts are right, if not needed
+        whole, plain = False, False
+    return (None if whole else seen), (None if plain else mask.masked_fill(~seen, 0.0))

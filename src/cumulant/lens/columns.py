@@ -114,11 +114,21 @@ _ALL = (
     Column(
         "participation_ratio",
         "dimensions",
-        "(sum l)^2 / sum l^2 over the eigenvalues l of the hidden states' covariance",
+        "(sum l)^2 / sum l^2 over the eigenvalues l of the covariance of the hidden states of all "
+        "texts together",
         "T17",
     ),
-    Column("anisotropy", "cosine", "mean cosine of pairs of hidden states", "T17"),
-    Column("rank_residual", "fraction", "|X - 1 mean'| / |X| (Frobenius) of the hidden states"),
+    Column(
+        "anisotropy",
+        "cosine",
+        "mean cosine of pairs of hidden states, of one text or of two",
+        "T17",
+    ),
+    Column(
+        "rank_residual",
+        "fraction",
+        "|X - 1 mean'| / |X| (Frobenius) of the hidden states X of one text, mean over texts",
+    ),
     Column(
         "gaussianity",
         "",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from cumulant.core.files import destination, make_folder, write_file
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.files import (
@@ -21,12 +22,10 @@ from cumulant.lens.files import (
     outdated,
     part_name,
     read_table,
-    whole,
     write_json,
     write_table,
 )
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
-from cumulant.writing import make_folder
 
 __all__ = ["Examination", "compare"]
 
@@ -179,14 +178,9 @@ class Examination:
         target = Path(path)
         if os.path.isdir(target):  # Path.is_dir raises where a name is too long
             raise InputError(f"{target} is a folder: give a file, such as {target}/report.html.")
-        page = render(self.report_data())
         make_folder(target.parent)
-        try:
-            with whole(target) as temporary:
-                temporary.write_text(page, "utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {target}: {error.strerror or error}.") from None
-        return target
+        destination(target)
+        return write_file(target, render(self.report_data()))
 
     def report_data(self) -> Any:
         """What the report shows: all small tables, and the tokens of the texts that are shown."""

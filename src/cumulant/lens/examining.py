@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cumulant.core.files import make_folder
 from cumulant.errors import InputError
 from cumulant.lens.encoding import Encoded, batches, encode, fitting, max_length
 from cumulant.lens.examination import Examination
@@ -54,7 +55,6 @@ from cumulant.lens.summary import (
 )
 from cumulant.lens.tables import pandas, token_table
 from cumulant.lens.texts import Text, named
-from cumulant.writing import make_folder
 
 __all__ = ["Progress", "examine"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cumulant.core.files import whole_file, write_file
 from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.tables import pandas
@@ -40,7 +41,6 @@ __all__ = [
     "read_table",
     "share_name",
     "unfinished",
-    "whole",
     "write_json",
     "write_state",
     "write_table",
@@ -81,8 +81,8 @@ def write_table(table: Any, path: Path, name: str) -> None:
         fields.append(field.with_metadata({**(field.metadata or {}), **facts}))
     about = {**(data.schema.metadata or {}), "cumulant": f"{name}: {TABLES.get(name, '')}"}
     data = data.cast(arrow.schema(fields, metadata=about))
-    with whole(path) as temporary:
-        parquet.write_table(data, temporary)
+    with whole_file(path) as part:
+        parquet.write_table(data, part)
 
 
 def part_name(number: int) -> str:
@@ -133,27 +133,14 @@ def check_parts(folder: Path, count: int) -> None:
                 f"{path} is {what}, so the unfinished examination is damaged: remove {partial}."
             ) from None
     counted = {part_name(k) for k in range(count)}
-    for path in folder.glob("part-*"):
-        if path.name not in counted:  # written, but the state does not know of it
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in counted:  # written, or begun, but the state does not know of it
             path.unlink()
-
-
-@contextmanager
-def whole(path: Path) -> Generator[Path]:
-    """A file to write that takes the place of ``path`` once it is complete, and else is gone."""
-    temporary = path.with_name(path.name + ".writing")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def write_json(content: Any, path: Path) -> None:
     """JSON without NaN: what is not finite becomes null."""
-    with whole(path) as temporary:
-        temporary.write_text(json.dumps(plain(content), indent=1, allow_nan=False), "utf-8")
+    write_file(path, json.dumps(plain(content), indent=1, allow_nan=False))
 
 
 def write_state(state: dict[str, Any], partial: Path) -> None:
@@ -161,8 +148,7 @@ def write_state(state: dict[str, Any], partial: Path) -> None:
     # Not torch.save to the file: on a full disk that is no OSError.
     content = io.BytesIO()
     torch.save(state, content)
-    with whole(partial / STATE) as temporary:
-        temporary.write_bytes(content.getbuffer())
+    write_file(partial / STATE, content.getvalue())
 
 
 def read_state(partial: Path, keys: Iterable[str]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ Shape legend: B texts, H heads, M queries, N keys, d features.
 
 from __future__ import annotations
 
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -33,20 +34,24 @@ def energy_change(call: AttentionCall) -> Tensor:
     E(x) = -G(beta x)/beta + |x|^2/2 with beta the scale and G the log-normalizer of what that query
     sees: mask, bias and sink logit make its measure. The head's own update x <- E[k] never raises
     it, and lowers it by |q - E[k]|^2 / 2 at least; only a softcap, which makes G another function,
-    can. In double precision, because the terms are large and nearly cancel. NaN where a query sees
-    no key.
+    can. In double precision, because the terms are large and nearly cancel. At scale 0 attention is
+    the mean m of what the query sees, and E(x) = |x|^2/2 - <m, x> + const is the limit. NaN where a
+    query sees no key.
 
     Raises:
-        InputError: a scale that is not positive has no energy.
+        InputError: a negative scale has no energy.
     """
-    if not call.scale > 0:
-        raise InputError(f"energy_change: the scale must be positive, but is {call.scale}.")
+    if not call.scale >= 0:
+        raise InputError(f"energy_change: the scale must be at least 0, but is {call.scale}.")
     query = call.query.double()
     # Only G and E[k] are asked for, so the keys stand in for the values.
     first = call.attend(query=query, value=call.key.double())
     after = first.mean
-    second = call.attend(query=after, value=call.key[..., :0].double())
-    potential = (second.log_normalizer - first.log_normalizer) / call.scale
+    if call.scale == 0:
+        potential = ((after - query) * after).sum(-1).where(first.log_normalizer.isfinite(), nan)
+    else:
+        second = call.attend(query=after, value=call.key[..., :0].double())
+        potential = (second.log_normalizer - first.log_normalizer) / call.scale
     change = (after.square().sum(-1) - query.square().sum(-1)) / 2 - potential
     kind = torch.promote_types(call.query.dtype, torch.float32)
     return change.masked_fill(~change.isfinite(), torch.nan).to(kind)

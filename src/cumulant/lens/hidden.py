@@ -1,4 +1,4 @@
-"""Hidden states: followed through a block, sampled, and the shape of a cloud of them (T14-T17).
+"""Hidden states: followed through a block, and sampled (T14, T15).
 
 The *stream* of a block passes through the inputs of its normalizations, unless such an input is the
 output of a submodule: then the normalization sits on a branch, as Gemma 2's do. What lies between
@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cumulant.dynamics import gaussianity, participation_ratio
-from cumulant.errors import InputError
-
 __all__ = [
     "LISTS",
     "Call",
@@ -28,12 +25,9 @@ __all__ = [
     "Map",
     "Point",
     "Reservoir",
-    "Shape",
     "add_ratios",
-    "add_states",
     "maps_of",
     "quantiles",
-    "shape_of",
     "some_pairs",
     "sublayer_of",
     "version_of",
@@ -41,9 +35,6 @@ __all__ = [
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
-DIRECTIONS = 4  # principal directions in which Gaussianity is tested
-TESTED = 512  # tokens in that test: the null distribution costs their square, once
-DRAWS = 199
 
 
 class Point(NamedTuple):
@@ -320,80 +311,9 @@ def _distances(states: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     return length, length > 8 * torch.finfo(x.dtype).eps * size
 
 
-def add_states(reservoir: Reservoir, states: Tensor, *, real: Tensor, sink: Tensor) -> None:
-    """Sample the rows of ``states`` ``(B T, d)`` that are real tokens."""
-    draw = reservoir.offer([int(n) for n in real.sum(-1)])
-    chosen = real.flatten().nonzero()[:, 0][draw.item.to(real.device)]
-    kept = states[chosen].cpu()
-    wide = kept if kept.dtype == torch.float64 else kept.float()
-    reservoir.add(draw.key, {"state": wide, "sink": sink.flatten()[chosen].float().cpu()})
-
-
 def quantiles(values: Tensor) -> tuple[int, list[float]]:
     """How many values are numbers, and their quantiles at `LEVELS`; none if there are none."""
     known = values[values.isfinite()].double()
     if len(known) == 0:
         return 0, []
     return len(known), known.quantile(torch.tensor(LEVELS, dtype=torch.float64)).tolist()
-
-
-class Shape(NamedTuple):
-    """The shape of a cloud of hidden states; None where there are too few of them.
-
-    Attributes:
-        participation_ratio: (tr C)^2 / tr C^2 of the covariance C: how many dimensions are filled.
-        anisotropy: the mean cosine over all pairs of tokens.
-        rank_residual: ||X - 1 mean'||_F / ||X||_F: 0 where all tokens are one (Dong et al., 2021).
-        gaussianity: energy statistic of the leading principal directions.
-        gaussianity_null: the 0.95 quantile of that statistic for Gaussian clouds of the same size.
-        gaussianity_p: the chance of a statistic as large, were the tokens independent and Gaussian.
-    """
-
-    participation_ratio: float | None = None
-    anisotropy: float | None = None
-    rank_residual: float | None = None
-    gaussianity: float | None = None
-    gaussianity_null: float | None = None
-    gaussianity_p: float | None = None
-
-
-def shape_of(reservoir: Reservoir) -> Shape:
-    """The shape of the cloud of sampled hidden states.
-
-    Sink tokens, whose few huge coordinates would decide the matter alone, are left out of the test
-    of Gaussianity (T17), and of nothing else. The test needs fewer dimensions than tokens: one half
-    of the tokens gives the principal directions, the other half is tested in them. As the halves
-    are different tokens the null distribution is exact for independent tokens; tokens of one text
-    are not quite that, so mind small p-values of few texts.
-    """
-    if "state" not in reservoir.columns:
-        return Shape()
-    states, sink = reservoir.columns["state"], reservoir.columns["sink"] > 0
-    usable = states.isfinite().all(-1)
-    X, sink = states[usable].double(), sink[usable]
-    n = len(X)
-    if n < 2 or not bool(X.any()):
-        return Shape()
-    length = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
-    unit = X / length.where(length > 0, 1.0)
-    cosines = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
-    residual = torch.linalg.norm(X - X.mean(0)) / torch.linalg.norm(X)
-    filled = float(participation_ratio(X))
-    return Shape(filled, float(cosines), float(residual), *_gaussianity(X[~sink]))
-
-
-def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:
-    """Statistic, null quantile and p-value in principal directions found on other tokens."""
-    n = min(TESTED, len(X) // 2)
-    n -= n % 2 ** max(0, n.bit_length() - 4)  # few different sizes, for each has its own null
-    r = min(DIRECTIONS, X.shape[1])
-    if n < 4 * r:
-        return None, None, None
-    tested, fitted = X[:n], X[n : 2 * n]
-    away = fitted - fitted.mean(0)
-    axes = torch.linalg.svd(away, full_matrices=False).Vh[:r]
-    try:
-        found = gaussianity(tested @ axes.T, draws=DRAWS, levels=(0.95,))
-    except InputError:  # a cloud in a subspace
-        return None, None, None
-    return float(found.statistic), float(found.null_quantiles[0]), float(found.p_value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cumulant.errors import InputError
 from cumulant.kernels.attention import attention
 from cumulant.lens.calls import AttentionCall, additive_parts
+from cumulant.lens.support import guard
 
 __all__ = ["NAME", "call_of", "forward", "register", "transformers"]
 
@@ -54,6 +55,7 @@ def call_of(
     if sinks is None and eager:
         sinks = getattr(module, "sinks", None)
     mask, bias = additive_parts(_four(attention_mask))
+    mask = _selected(mask, given.get("indices"), key.shape[2])
     causal = False
     if not eager and attention_mask is None and query.shape[2] > 1:
         flag = given.get("is_causal")
@@ -86,6 +88,19 @@ def _four(mask: Any) -> Any:
     return mask[:, None, None, :] if isinstance(mask, Tensor) and mask.ndim == 2 else mask
 
 
+def _selected(mask: Tensor | None, indices: Tensor | None, n: int) -> Tensor | None:
+    """The mask without the keys that a model's own index of each query leaves out.
+
+    Sparse models put that index into the mask for "eager" and "sdpa" alone, and pass it on to all
+    other implementations: the positions ``(B, M, k)`` of the keys that a query sees.
+    """
+    if indices is None:
+        return mask
+    chosen = torch.zeros(*indices.shape[:-1], n, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    return chosen if mask is None else mask & chosen
+
+
 def forward(
     module: nn.Module,
     query: Tensor,
@@ -99,6 +114,11 @@ def forward(
 
     Soft-capping, sink logits and position bias are part of the normalizer; ``(B, M, H, e)``.
     """
+    if given.get("block_indices") is not None:  # a mask says the same, but not to us
+        raise InputError(
+            f'{type(module).__name__} selects blocks of keys, which "{NAME}" does not read: load '
+            'the model with attn_implementation="eager" or "sdpa".'
+        )
     call = call_of(
         module, query, key, value, attention_mask, eager=True, cross=False, given=given
     ).prepared()
@@ -115,9 +135,14 @@ def forward(
 def register() -> None:
     """Make ``attn_implementation="cumulant"`` known to Hugging Face's transformers.
 
-    Attention and its masks are registered (without the second, masks would silently be dropped).
-    The implementation computes what eager attention does, soft-capping and sinks included, with
-    every derivative and without a matrix of weights; masks are arrays of booleans.
+    It computes what eager attention does, soft-capping and sinks included, with every derivative
+    and without a matrix of weights. A model whose attention is written out in its own code cannot
+    run it, and says so when it is built or when the implementation is set: InputError, with the
+    name of its class.
+
+    Masks are those of eager attention, added to the scores: models cut them, add to them and
+    combine them with masks of their own, and a boolean mask would be added as zeros and ones.
+    (Without a registered mask, transformers would make none.)
 
     >>> import cumulant as cm
     >>> cm.lens.register()
@@ -126,14 +151,10 @@ def register() -> None:
     True
     """
     package = transformers()
-    masks = import_module("transformers.masking_utils")
     package.AttentionInterface.register(NAME, forward)
-
-    def explicit(*args: Any, **given: Any) -> Any:
-        # A causal mask is always made: that a module is causal is not always written on it.
-        return masks.sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
-
-    package.AttentionMaskInterface.register(NAME, explicit)
+    masks = import_module("transformers.masking_utils")
+    package.AttentionMaskInterface.register(NAME, masks.eager_mask)
+    guard(package.PreTrainedModel, NAME)
 
 
 def is_eager(function: Callable[..., Any]) -> bool:

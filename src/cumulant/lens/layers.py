@@ -18,9 +18,10 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from cumulant.core.interception import Afterwards, Begun, Effect, Hook, Scope
 from cumulant.errors import InputError
+from cumulant.lens.clouds import Cloud
 from cumulant.lens.hidden import (
     LISTS,
     Call,
@@ -29,10 +30,8 @@ from cumulant.lens.hidden import (
     Point,
     Reservoir,
     add_ratios,
-    add_states,
     maps_of,
     quantiles,
-    shape_of,
     sublayer_of,
     version_of,
 )
@@ -53,8 +52,8 @@ class _Record:
     layer: int
     module: str
     pairs: Reservoir
-    states: Reservoir
-    inputs: Reservoir
+    states: Cloud
+    inputs: Cloud
 
 
 class LayerProbe:
@@ -72,15 +71,16 @@ class LayerProbe:
             width numbers in all).
         seed: of the samples.
 
-    Inside ``with``, `attention` must be told of every attention call while its block runs. A block
-    that cannot be followed is left out, and `skipped` says why; the model's own run never fails.
+    While it is `attached`, `attention` must be told of every attention call while its block runs. A
+    block that cannot be followed is left out, and `skipped` says why; the model's own run never
+    fails.
 
     >>> import torch, cumulant as cm
     >>> from cumulant.lens.layers import LayerProbe
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
     >>> model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     >>> every, none = torch.ones(1, 5).bool(), torch.zeros(1, 5).bool()
-    >>> with LayerProbe(model) as probe:
+    >>> with LayerProbe(model).attached() as probe:
     ...     tell = lambda m, i, o: probe.attention(m, 0, cross=False, real=every, sink=none)
     ...     handle = model.layers[0].self_attn.register_forward_hook(tell)
     ...     y = model(torch.randn(1, 5, 8))
@@ -101,46 +101,45 @@ class LayerProbe:
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._stack: list[Frame] = []
-        self._handles: list[RemovableHandle] = []
         self._records: dict[tuple[int, str], _Record] = {}
 
-    def __enter__(self) -> Self:
-        self.__exit__()
+    def attached(self) -> Scope[Self]:
+        """Within this context the probe follows its model."""
+        return Scope(lambda: Begun(self, self.effects()))
+
+    def effects(self) -> list[Effect]:
+        """Hooks that follow the hidden states through the model."""
+        effects: list[Effect] = [Afterwards(self._stack.clear)]
         norms = {name for name, module in self._modules.items() if _is_norm(module)}
         for name, module in self._modules.items():
             if name == "" or any(name.startswith(f"{norm}.") for norm in norms):
                 continue
             if name in norms:
-                self._after(module, partial(self._normed, name))
+                effects.append(self._after(module, partial(self._normed, name)))
                 continue
             listed = isinstance(self._modules.get(name.rpartition(".")[0]), LISTS)
             if listed and any(True for _ in module.children()) and _matrices(module):
-                self._before(module, partial(self._start, name))
-                self._after(module, partial(self._stop, name))
+                effects.append(self._before(module, partial(self._start, name)))
+                effects.append(self._after(module, partial(self._stop, name)))
             if not any(norm.startswith(f"{name}.") for norm in norms):
-                self._before(module, partial(self._entered, name))
-                self._after(module, partial(self._ran, name))
-        return self
+                effects.append(self._before(module, partial(self._entered, name)))
+                effects.append(self._after(module, partial(self._ran, name)))
+        return effects
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stack.clear()
-
-    def _before(self, module: nn.Module, act: _Action) -> None:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, act: _Action) -> Hook:
+        def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._safely(lambda: act(module, _given(args, kwargs), None))
 
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return Hook(module, call, after=False)
 
-    def _after(self, module: nn.Module, act: _Action) -> None:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, module: nn.Module, act: _Action) -> Hook:
+        # also where a forward pass raised: its block must be forgotten as well
+        def call(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             self._safely(lambda: act(module, _given(args, kwargs), output))
 
-        # always: a block whose forward pass raises must be forgotten as well
-        handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
-        self._handles.append(handle)
+        return Hook(module, call, after=True)
 
     def _safely(self, act: Callable[[], None]) -> None:
         """Whatever goes wrong in here is no concern of the model's own run."""
@@ -255,9 +254,9 @@ class LayerProbe:
         record = self._record(first.layer, frame.name)
         with torch.inference_mode(False), torch.no_grad():
             add_ratios(record.pairs, columns, rows, real=real, sink=sink)
-            add_states(record.states, rows(end.value), real=real, sink=sink)
+            record.states.add(rows(end.value), real=real, sink=sink)
             if self._is_first(record):
-                add_states(record.inputs, rows(frame.start.value), real=real, sink=sink)
+                record.inputs.add(rows(frame.start.value), real=real, sink=sink)
 
     def _skip(self, name: str, why: str) -> None:
         self.skipped.setdefault(name, why)
@@ -265,9 +264,9 @@ class LayerProbe:
 
     def _record(self, layer: int, module: str) -> _Record:
         if (layer, module) not in self._records:
-            sizes = (self.pairs, self.tokens, self.tokens)
-            kept = (Reservoir(size, self.seed) for size in sizes)
-            self._records[layer, module] = _Record(layer, module, *kept)
+            clouds = (Cloud(self.tokens, self.seed) for _ in range(2))
+            pairs = Reservoir(self.pairs, self.seed)
+            self._records[layer, module] = _Record(layer, module, pairs, *clouds)
         return self._records[layer, module]
 
     def _is_first(self, record: _Record) -> bool:
@@ -291,7 +290,7 @@ class LayerProbe:
                     "cross_attention_expansion": _median(columns, "cross_attention"),
                     "feed_forward_expansion": _median(columns, "feed_forward"),
                     "norm_contraction": _median(columns, "norm"),
-                    **shape_of(record.states)._asdict(),
+                    **record.states.shape()._asdict(),
                 }
             )
         return rows
@@ -299,9 +298,9 @@ class LayerProbe:
     def inputs(self) -> list[dict[str, Any]]:
         """The shape of the states that enter the first block of each list of blocks."""
         return [
-            {"layer": record.layer, "module": record.module, **shape_of(record.inputs)._asdict()}
+            {"layer": record.layer, "module": record.module, **record.inputs.shape()._asdict()}
             for record in self._sorted()
-            if record.inputs.columns
+            if record.inputs
         ]
 
     def expansions(self) -> list[dict[str, Any]]:

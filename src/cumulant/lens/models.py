@@ -101,12 +101,13 @@ def _locate(name: str | os.PathLike[str] | None) -> _Source:
     path = Path(text).expanduser()
     if not text.strip():
         raise InputError("the model's name is empty; give a folder, a .gguf file or a hub name.")
-    if text in ALIASES and not path.exists():
+    # os.path, as Path's own questions raise where a name is too long
+    if text in ALIASES and not os.path.exists(path):
         folder = _packaged(ALIASES[text], "--no-deps " + ALIASES[text].replace("_", "-"))
         path = next(iter(sorted(folder.glob("*.gguf"))), folder / "model.gguf")
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder(path, text)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             raise InputError(
                 f"{text} is a file, but not a .gguf file; give the folder with its config.json."
@@ -114,7 +115,7 @@ def _locate(name: str | os.PathLike[str] | None) -> _Source:
         return _Source(str(path.parent), path.name, path.name)
     meant = isinstance(name, Path) or text[0] in "./~\\" or path.is_absolute()
     meant = meant or path.suffix.lower() in (".gguf", ".safetensors", ".bin")
-    if meant or text.count("/") > 1 or ("/" in text and path.parent.is_dir()):
+    if meant or text.count("/") > 1 or ("/" in text and os.path.isdir(path.parent)):
         raise InputError(f"there is no file or folder {text}.")
     try:
         import_module("huggingface_hub.utils").validate_repo_id(text)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import threading
+import sys
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant.core.interception import Begun, Effect, Handler, Scope, Setting
 from cumulant.errors import InputError
 from cumulant.lens.calls import AttentionCall, additive_parts
 from cumulant.lens.interface import call_of, is_eager, register
@@ -24,13 +26,11 @@ from cumulant.lens.tables import Lens
 
 __all__ = ["observe"]
 
-_lock = threading.Lock()
-_active: list[Recorder] = []
-_originals: dict[str, Any] = {}
-_local = threading.local()
+# Whether what runs has been recorded already. It is set in a copy of the context, which ends with
+# the call whatever happens.
+_seen: ContextVar[bool] = ContextVar("cumulant_lens_seen", default=False)
 
 
-@contextmanager
 def observe(
     model: nn.Module,
     *,
@@ -38,7 +38,7 @@ def observe(
     spectrum: bool = True,
     energy: bool = False,
     layers: bool = False,
-) -> Generator[Lens]:
+) -> Scope[Lens]:
     """Within this context, every attention call of `model` is measured (THEORY T7, T12, T21).
 
     Hugging Face models (through the attention interface), ``nn.MultiheadAttention``,
@@ -48,6 +48,9 @@ def observe(
     exception: torch's inference shortcut for its own encoder layers is switched off meanwhile; that
     changes roundings, and leaves padded positions as they are instead of zero. Compiled models run
     uncompiled meanwhile, with a warning.
+
+    The model may run in any thread; of the asyncio tasks of one thread only those are seen in whose
+    context `observe` was entered. Lenses and `sdpa_replaced` may be entered and left in any order.
 
     Args:
         model: any ``nn.Module``.
@@ -72,30 +75,43 @@ def observe(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"observe takes a torch.nn.Module, not a {type(model).__name__}.")
     wanted = Wanted(order=k90, spectrum=spectrum, energy=energy, layers=layers)
-    with watching(model, wanted) as recorder:
-        yield Lens(recorder)
+
+    def begin() -> Begun[Lens]:
+        begun = _begin(model, wanted, 0)
+        return Begun(Lens(begun.result), begun.effects, begun.check)
+
+    return Scope(begin)
 
 
-@contextmanager
-def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Generator[Recorder]:
+def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Scope[Recorder]:
     """`observe` for a recorder; what `examine` uses too. The seed is that of samples of layers."""
-    with ExitStack() as stack:
-        probe = stack.enter_context(LayerProbe(model, seed=seed)) if wanted.layers else None
-        recorder = Recorder(model, wanted, probe)
-        if _is_compiled(model):
-            warnings.warn(
-                "the model is compiled; while it is observed it runs uncompiled, because compiled "
-                "code does not show its attention.",
-                stacklevel=4,
-            )
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        _enter(recorder)
-        stack.callback(_leave, recorder)
-        recorder.stack.attach()
-        stack.callback(recorder.stack.detach)
-        yield recorder
+    return Scope(lambda: _begin(model, wanted, seed))
+
+
+def _begin(model: nn.Module, wanted: Wanted, seed: int) -> Begun[Recorder]:
+    if any(isinstance(x, torch.jit.ScriptModule) for x in model.modules()):
+        raise InputError(
+            "observe cannot look inside scripted modules, which take no hooks: pass the model that "
+            "was given to torch.jit."
+        )
+    probe = LayerProbe(model, seed=seed) if wanted.layers else None
+    recorder = Recorder(model, wanted, probe)
+    effects: list[Effect] = [] if probe is None else probe.effects()
+    if any(map(_is_compiled, model.modules())):
+        warnings.warn(
+            "the model is compiled; while it is observed it runs uncompiled, because compiled "
+            "code does not show its attention.",
+            stacklevel=4,
+        )
+        dynamo = import_module("torch._dynamo.eval_frame")
+        effects.append(Setting(dynamo, "_stance", dynamo.DynamoStance("force_eager")))
+    effects += [*_handlers(recorder), *recorder.stack.effects()]
+
+    def check() -> None:
         if recorder.stack.frames and not recorder.calls:
             raise InputError(unseen(model))
+
+    return Begun(recorder, effects, check)
 
 
 def unseen(model: nn.Module) -> str:
@@ -109,93 +125,67 @@ def unseen(model: nn.Module) -> str:
     )
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
-        for m in model.modules()
-    )
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _enter(recorder: Recorder) -> None:
-    with _lock:
-        if not _active:
-            _originals["sdpa"] = F.scaled_dot_product_attention
-            _originals["multi_head"] = F.multi_head_attention_forward
-            _originals["fast"] = torch.backends.mha.get_fastpath_enabled()
-            F.scaled_dot_product_attention = _sdpa
-            F.multi_head_attention_forward = _multi_head
-            torch.backends.mha.set_fastpath_enabled(False)
-        interface = _interface()
-        if interface is not None and "interface" not in _originals:  # it may be imported late
-            register()
-            _originals["interface"] = interface.get_interface
-            interface.get_interface = _get_interface
-        _active.append(recorder)
+def _handlers(recorder: Recorder) -> list[Handler]:
+    """Everything that attention may go through, in the order from outside to inside."""
+    targets: list[tuple[Any, str, Callable[..., Any]]] = [
+        (F, "multi_head_attention_forward", _multi_head),
+        (torch.backends.mha, "get_fastpath_enabled", _fast_path),
+        (F, "scaled_dot_product_attention", _sdpa),
+    ]
+    if "transformers" in sys.modules:
+        register()
+        interface = import_module("transformers.modeling_utils").AttentionInterface
+        targets.append((interface, "get_interface", _get_interface))
+    return [
+        Handler(owner, name, partial(call, recorder), observes=True)
+        for owner, name, call in targets
+    ]
 
 
-def _leave(recorder: Recorder) -> None:
-    with _lock:
-        _active.remove(recorder)
-        if not _active:
-            F.scaled_dot_product_attention = _originals["sdpa"]
-            F.multi_head_attention_forward = _originals["multi_head"]
-            torch.backends.mha.set_fastpath_enabled(_originals["fast"])
-            if "interface" in _originals:
-                _interface().get_interface = _originals["interface"]
-            _originals.clear()
+def _unrecorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what has been recorded already."""
+
+    def call() -> Any:
+        _seen.set(True)
+        return function(*args, **kwargs)
+
+    return copy_context().run(call)
 
 
-def _interface() -> Any:
-    """Hugging Face's table of attention functions, if that package is in use at all."""
-    import sys
-
-    if "transformers" not in sys.modules:
-        return None
-    return import_module("transformers.modeling_utils").AttentionInterface
+def _fast_path(recorder: Recorder, following: Callable[[], bool]) -> bool:
+    """torch's inference shortcut hides the attention of the model that runs."""
+    return following() and not recorder.stack.running
 
 
-def _recorders(module: nn.Module | None = None) -> list[Recorder]:
-    """Who watches: the owners of a module, or of whatever is running in this thread."""
-    if getattr(_local, "inside", 0):
-        return []
-    if module is not None:
-        return [r for r in _active if r.owns(module)]
-    return [r for r in _active if r.stack.running]
+def _get_interface(
+    recorder: Recorder, following: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    function = following(*args, **kwargs)
+    plain = getattr(function, "observed", function)  # beneath what other lenses made of it
 
-
-@contextmanager
-def _seen() -> Generator[None]:
-    """What happens inside has been recorded already."""
-    _local.inside = getattr(_local, "inside", 0) + 1
-    try:
-        yield
-    finally:
-        _local.inside -= 1
-
-
-def _get_interface(self: Any, implementation: str, default: Callable[..., Any]) -> Any:
-    function = _original("interface")(self, implementation, default)
-
-    def observed(
+    def observing(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any
     ) -> Any:
-        mask = rest[0] if rest else given.get("attention_mask")
-        for recorder in _recorders(module):
+        if recorder.owns(module):
             call = call_of(
                 module,
                 query,
                 key,
                 value,
-                mask,
-                eager=is_eager(function),
+                rest[0] if rest else given.get("attention_mask"),
+                eager=is_eager(plain),
                 cross=_is_cross(recorder, module),
                 given=given,
             )
             recorder.take(module, call)
-        with _seen():
-            return function(module, query, key, value, *rest, **given)
+        return _unrecorded(function, module, query, key, value, *rest, **given)
 
-    return observed
+    setattr(observing, "observed", plain)  # noqa: B010
+    return observing
 
 
 def _is_cross(recorder: Recorder, module: nn.Module) -> bool:
@@ -209,29 +199,12 @@ def _is_cross(recorder: Recorder, module: nn.Module) -> bool:
     return any(word in label for word in ("cross", "encoder_attn", "encdecattention"))
 
 
-def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands in torch's place while somebody observes."""
-    watchers = _recorders()
-    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    for recorder in watchers:
+def _sdpa(
+    recorder: Recorder, following: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    if recorder.stack.running and not _seen.get():
         _take_sdpa(recorder, *args, **kwargs)
-    # torch's causal bias looks for its function under the name that we hold meanwhile
-    if hasattr(mask, "variant"):
-        with _seen():
-            return type(mask)._dispatch(*args, **kwargs)
-    return _original("sdpa")(*args, **kwargs)
-
-
-def _original(name: str) -> Any:
-    """What stood where we stand; in another thread the context may have been left just now."""
-    found = _originals.get(name)
-    if found is not None:
-        return found
-    if name == "interface":
-        return _interface().get_interface
-    return {"sdpa": F.scaled_dot_product_attention, "multi_head": F.multi_head_attention_forward}[
-        name
-    ]
+    return following(*args, **kwargs)
 
 
 def _take_sdpa(
@@ -290,24 +263,20 @@ def _heads(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def _multi_head(*args: Any, **kwargs: Any) -> Any:
+def _multi_head(
+    recorder: Recorder, following: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """torch's multi-head attention; where it writes the weights out it calls no sdpa to be seen.
 
-    Then the same call is made once more without weights and dropout, for the lens alone.
+    Then the same call is made once more without weights and dropout, for all lenses to see.
     """
-    original = _original("multi_head")
-    if not _recorders():
-        return original(*args, **kwargs)
-    names = _names(original)
+    if _seen.get() or not recorder.stack.running:
+        return following(*args, **kwargs)
+    names = inspect.signature(F.multi_head_attention_forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not given.get("need_weights", True):
-        return original(*args, **kwargs)
+        return following(*args, **kwargs)
     with torch.no_grad():
         plain = {"need_weights": False, "training": False, "dropout_p": 0.0, "is_causal": False}
-        original(**{**given, **plain})
-    with _seen():
-        return original(*args, **kwargs)
-
-
-def _names(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+        following(**{**given, **plain})
+    return _unrecorded(following, *args, **kwargs)

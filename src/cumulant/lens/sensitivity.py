@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.interception import Begun, Scope, Token
 from cumulant.errors import InputError
 from cumulant.lens.weights import Block
 
@@ -110,8 +110,20 @@ def _square(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-@contextmanager
-def _only(model: nn.Module, wanted: Sequence[nn.Parameter]) -> Generator[None]:
+class _Gradient:
+    """Whether a parameter has a gradient, for a while."""
+
+    def __init__(self, parameter: nn.Parameter, wanted: bool) -> None:
+        self.parameter, self.wanted, self.before = parameter, wanted, parameter.requires_grad
+
+    def put(self, token: Token) -> None:
+        self.parameter.requires_grad_(self.wanted)
+
+    def take(self) -> None:
+        self.parameter.requires_grad_(self.before)
+
+
+def _only(model: nn.Module, wanted: Sequence[nn.Parameter]) -> Scope[None]:
     """Gradients for these parameters and no others of the model, for a while."""
     if any(p.is_inference() for p in wanted):
         raise InputError(
@@ -119,12 +131,5 @@ def _only(model: nn.Module, wanted: Sequence[nn.Parameter]) -> Generator[None]:
             "the model outside torch.inference_mode()."
         )
     everything = {id(p): p for p in (*model.parameters(), *wanted)}
-    before = [(p, p.requires_grad) for p in everything.values()]
     chosen = {id(p) for p in wanted}
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in chosen)
-        yield
-    finally:
-        for parameter, needed in before:
-            parameter.requires_grad_(needed)
+    return Scope(lambda: Begun(None, [_Gradient(p, id(p) in chosen) for p in everything.values()]))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
+from cumulant.core.interception import Afterwards, Effect, Hook
 
 __all__ = ["Frame", "Running", "Stack", "is_model", "under_transform"]
 
@@ -60,11 +60,6 @@ class Stack:
         self._here = _Here()
         self._closed = closed
         self._modules = list(model.modules())
-        self._handles: list[Any] = []
-
-    def __deepcopy__(self, memo: Any) -> Stack:
-        """The hooks of a copied model lead here, where the copy is not known."""
-        return self
 
     @property
     def running(self) -> list[Running]:
@@ -74,21 +69,16 @@ class Stack:
     def frame(self) -> Frame | None:
         return self._here.frames[-1][1] if self._here.frames else None
 
-    def attach(self) -> None:
-        try:
-            for module in self._modules:
-                self._handles += [
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                    module.register_forward_hook(self._leave, always_call=True),
-                ]
-        except RuntimeError as error:
-            self.detach()
-            raise InputError(f"observe cannot look inside this model: {error}.") from None
+    def effects(self) -> list[Effect]:
+        """Hooks that tell of every module that is called and returns."""
+        effects: list[Effect] = [Afterwards(self._forget)]
+        for module in self._modules:
+            effects.append(Hook(module, self._enter, after=False))
+            effects.append(Hook(module, self._leave, after=True))
+        return effects
 
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _forget(self) -> None:
+        """What an interrupted call left behind, in all threads."""
         self._here = _Here()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,7 +97,7 @@ class Stack:
             self.frames += frame is not None
         here.running.append(now)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         here = self._here
         if id(module) not in self.names:
             return

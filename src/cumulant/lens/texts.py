@@ -68,9 +68,9 @@ def read(
         given.append(_file(path) for path in paths)
     if jsonl is not None:
         lines = Path(jsonl).expanduser()
+        _must_exist(lines)
         if lines.is_dir():
             raise InputError(f"{lines} is a folder; jsonl must be one file of JSON lines.")
-        _must_exist(lines)
         given.append(_lines(lines, field))
     return chain.from_iterable(given or [[passage()]])
 
@@ -93,8 +93,12 @@ def named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> It
 
 
 def _must_exist(path: Path) -> None:
-    if not path.exists():
-        raise InputError(f"there is no file or folder {path}.")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise InputError(f"there is no file or folder {path}.") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from None
 
 
 def _expanded(path: Path) -> list[Path]:
