@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report test lint types check site environment browser clean
+.PHONY: report test lint types check fuzz site environment browser clean
 
 report: $(VENV)/installed
 	$(BIN)/cumulant report -o cumulant-report
@@ -43,6 +43,18 @@ types: environment
 
 check: environment browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Random cases against oracles; each prints its seed, and a line that repeats what failed.
+# As long as you like: make fuzz ROUNDS=5000. The last one builds every model type of transformers.
+ROUNDS ?= 500
+FUZZ = OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz
+fuzz: environment
+	$(FUZZ)/attention_calls.py --rounds $(ROUNDS)
+	$(FUZZ)/results.py --rounds $(ROUNDS)
+	$(FUZZ)/interrupts.py --rounds $(ROUNDS)
+	$(FUZZ)/smoothing.py --rounds $(ROUNDS)
+	$(FUZZ)/csv_files.py --rounds $(ROUNDS)
+	$(FUZZ)/model_types.py
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

@@ -1,7 +1,8 @@
 """MeanFlow training steps (Geng et al., 2025) through an ordinary transformer layer.
 
 The loss contains a Jacobian-vector product of the network, and is then backpropagated. With
-torch's fused attention this fails; `cm.sdpa_replaced()` is the one line that makes it work.
+torch's fused attention this fails; `cm.differentiable()` is the one line that makes it work.
+`mean_flow_digits.py` trains a whole model this way.
 Run it: python examples/mean_flow_step.py
 """
 
@@ -32,7 +33,7 @@ def main() -> None:
     for step in range(200):
         noise, t = torch.randn_like(data), torch.rand(16, 1, 1)
         z, velocity = (1 - t) * data + t * noise, noise - data
-        with cm.sdpa_replaced():
+        with cm.differentiable():
             u, slope = jvp(field, (z, t), (velocity, torch.ones_like(t)))
             loss = ((u - (velocity - t * slope).detach()) ** 2).mean()
             optimizer.zero_grad()

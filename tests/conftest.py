@@ -19,6 +19,16 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _modes():
+    """A test that leaves a mode of torch's switched fails itself, not the tests after it."""
+    yield
+    left = {"grad": torch.is_grad_enabled(), "dtype": torch.get_default_dtype()}
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    assert left == {"grad": True, "dtype": torch.float32}
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Cut even tiny problems into many tiles, so that every seam is crossed."""

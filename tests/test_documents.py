@@ -46,8 +46,9 @@ def test_readme_table_is_what_was_measured():
     "page",
     [
         *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
-        *("filtering", "lens", "ledger", "coming-from-sdpa", "coming-from-metric-learning"),
-        *("coming-from-hflayers", "coming-from-filterpy", "coming-from-output-attentions"),
+        *("filtering", "lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
+        *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
+        "coming-from-output-attentions",
         *("scaling", "distributed"),
     ],
 )
@@ -76,9 +77,14 @@ def taken_apart(text):
     return re.sub(number + r"|\s", "", text), [float(x) for x in re.findall(number, text)]
 
 
+# What takes minutes runs in a short form.
+ARGUMENTS = {"mean_flow_digits.py": ["--steps", "30"]}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(path)])
+def test_examples_run(path, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", [str(path), *ARGUMENTS.get(path.name, [])])
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) >= 3

@@ -18,12 +18,14 @@ LAYERS = [
     *(
         "errors",
         "eager",
+        "core",
         "figures",
         "pages",
         "distributed",
         "kernels",
         "measures",
         "attention",
+        "derivatives",
         "dynamics",
         "memory",
     ),
@@ -81,6 +83,7 @@ def test_public_surface():
         "Binomial",
         "Categorical",
         "ConvergenceError",
+        "DerivativeReport",
         "Dirichlet",
         "Empirical",
         "Exponential",
@@ -99,8 +102,11 @@ def test_public_surface():
         "VonMisesFisher",
         "attend",
         "attend_packed",
+        "check_derivatives",
         "claims",
         "contrastive",
+        "derivatives",
+        "differentiable",
         "distributed",
         "dynamics",
         "filtering",
@@ -149,7 +155,7 @@ def test_import_waits_for_no_part_that_was_not_asked_for():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, second = out.stdout.splitlines()
     assert set(first.split()) == {
-        *("attention", "distributed", "eager", "errors", "kernels", "measures")
+        *("attention", "core", "distributed", "eager", "errors", "kernels", "measures")
     }
     assert "Hopfield" in second
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):

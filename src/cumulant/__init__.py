@@ -41,7 +41,18 @@ from cumulant.measures import (
 )
 
 if TYPE_CHECKING:
-    from cumulant import claims, contrastive, distributed, dynamics, filtering, lens, memory, nn
+    from cumulant import (
+        claims,
+        contrastive,
+        derivatives,
+        distributed,
+        dynamics,
+        filtering,
+        lens,
+        memory,
+        nn,
+    )
+    from cumulant.derivatives import DerivativeReport, check_derivatives, differentiable
     from cumulant.memory import Memory
 
 __version__ = "0.1.0"
@@ -53,6 +64,7 @@ __all__ = [
     "Binomial",
     "Categorical",
     "ConvergenceError",
+    "DerivativeReport",
     "Dirichlet",
     "Empirical",
     "Exponential",
@@ -71,8 +83,11 @@ __all__ = [
     "VonMisesFisher",
     "attend",
     "attend_packed",
+    "check_derivatives",
     "claims",
     "contrastive",
+    "derivatives",
+    "differentiable",
     "distributed",
     "dynamics",
     "filtering",
@@ -90,14 +105,23 @@ __all__ = [
 
 # The parts that stand on attention and measures are imported when they are first asked for, so that
 # whoever wants a derivative of attention does not wait for filters.
-_PARTS = ("claims", "contrastive", "distributed", "dynamics", "filtering", "lens", "memory", "nn")
+_PARTS = (
+    *("claims", "contrastive", "derivatives", "distributed", "dynamics"),
+    *("filtering", "lens", "memory", "nn"),
+)
+_NAMES = {
+    "DerivativeReport": "derivatives",
+    "Memory": "memory",
+    "check_derivatives": "derivatives",
+    "differentiable": "derivatives",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return import_module(f"cumulant.{name}")
-    if name == "Memory":
-        return import_module("cumulant.memory").Memory
+    if name in _NAMES:
+        return getattr(import_module(f"cumulant.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'cumulant' has no attribute {name!r}")
 
 

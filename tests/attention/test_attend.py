@@ -392,13 +392,6 @@ def test_nested_tensors_are_pointed_elsewhere():
         cm.attend(x, x, x)
 
 
-def test_repr_tells_what_is_known():
-    a = cm.attend(normal(3, 4), normal(5, 4))
-    assert repr(a) == "Attended(nothing computed yet)"
-    _ = a.entropy
-    assert repr(a) == "Attended(entropy=(3,))"
-
-
 def test_window_follows_the_alignment_of_a_causal_bias():
     from torch.nn.attention.bias import causal_lower_right
 

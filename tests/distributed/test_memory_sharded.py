@@ -37,8 +37,8 @@ def memories(group, rank, size, queries, beta=1.5, values=True):
     return whole, cm.Memory(shard, beta), full, own, mine
 
 
-def answers(group, rank, size, queries):
-    whole, ours, full, own, mine = memories(group, rank, size, queries)
+def answers(group, rank, size, queries, beta=1.5):
+    whole, ours, full, own, mine = memories(group, rank, size, queries, beta)
     state = draw(5, 4, seed=3)
     asked = slice(None) if queries == "replicated" else part(QUERIES[size], rank)
     s, t = state.clone().requires_grad_(), state[asked].clone().requires_grad_()
@@ -77,6 +77,13 @@ def answers(group, rank, size, queries):
 @pytest.mark.parametrize("queries", ["replicated", "sharded"])
 def test_retrieval_and_energy_with_gradients(crew, queries, size):
     crew.run(answers, size, queries)
+
+
+@pytest.mark.parametrize("queries", ["replicated", "sharded"])
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_uniform_weights(crew, queries, beta):
+    """The energy takes another way there, the same on all ranks."""
+    crew.run(answers, 3, queries, beta)
 
 
 def bounds(group, rank, size, queries):

@@ -295,12 +295,11 @@ good = torch.randn(4, 3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cm.Memory(good, beta=0.0), "beta"),
         (lambda: cm.Memory(good, beta=-1.0), "beta"),
         (lambda: cm.Memory(good, beta=math.nan), "beta"),
         (lambda: cm.Memory(good, beta="hot"), "beta must be a number"),
         (lambda: cm.Memory(good, beta=torch.ones(2)), "broadcast to the sets"),
-        (lambda: cm.Memory(good, beta=torch.tensor(-1.0)), "positive"),
+        (lambda: cm.Memory(good, beta=torch.tensor(-1.0)), "at least 0"),
         (lambda: cm.Memory(good[:0]), "at least 1"),
         (lambda: cm.Memory(good[0]), r"x\[None\]"),
         (lambda: cm.Memory(torch.full((2, 2), math.nan)), "NaN"),

@@ -23,7 +23,6 @@ class TestRangeOfNumbers:
         [
             lambda: cm.Memory(x).retrieve(torch.full((1, 4), 1e300, dtype=torch.float64)),
             lambda: cm.Memory(x).add(torch.full((1, 4), 1e300, dtype=torch.float64)),
-            lambda: cm.Memory(x, torch.tensor(1e-60, dtype=torch.float64)),
             lambda: cm.Memory(x, torch.tensor(1e60, dtype=torch.float64)),
             lambda: cm.Memory(x, 1e60).retrieve(states),
             lambda: cm.Memory(x, 1e60).energy(states),

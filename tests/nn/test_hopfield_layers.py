@@ -258,7 +258,7 @@ x = torch.randn(2, 5, 8)
     [
         (lambda: Hopfield(8, heads=3), "multiple of 3 heads"),
         (lambda: Hopfield(8, steps=0), "at least 1"),
-        (lambda: Hopfield(8, beta=-1.0), "positive"),
+        (lambda: Hopfield(8, beta=-1.0), "at least 0"),
         (lambda: Hopfield(8, heads=2, beta=torch.ones(3)), "each of 2 heads"),
         (lambda: Hopfield(8, dropout=2.0), "dropout"),
         (lambda: Hopfield(0), "state_size"),

@@ -258,15 +258,15 @@ def _band(
 
 
 def _lowered(bias: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Take a huge common part off each query's bias: weights stay, and G keeps its digits.
+    """Take a large common part off each query's bias: weights stay, and G keeps its digits.
 
-    Masks made of the most negative number give a fully padded row such a bias; left in, the
-    weights exp(s - G) would no longer sum to one.
+    Masks made of the most negative number give a fully padded row such a bias. Added to it, the
+    scores would be rounded away, and the weights exp(s - G) would no longer sum to one.
     """
     if bias.shape[-1] == 0:
         return bias, None
     top = bias.detach().amax(-1, keepdim=True)
-    huge = top.isfinite() & (top.abs() > 1e4)
+    huge = top.isfinite() & (top.abs() > 64)
     try:
         if not bool(huge.any()):
             return bias, None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulant.attention.attend import attend_packed
 from cumulant.attention.inputs import prepare
+from cumulant.attention.packed import attend_packed
+from cumulant.core.interception import Begun, Handler, Scope
 from cumulant.errors import InputError
 from cumulant.kernels.attention import attention
 
-__all__ = ["scaled_dot_product_attention", "sdpa_replaced"]
+__all__ = ["replacements", "scaled_dot_product_attention", "sdpa_replaced"]
 
 
 def scaled_dot_product_attention(
@@ -34,8 +33,13 @@ def scaled_dot_product_attention(
     Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
     torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of
     `attn_mask` and of a tensor `scale`, dropout without an M x N array, and rows without keys are
-    zero. Jagged nested tensors ``(batch, heads, length, features)`` are taken without `attn_mask`
-    and dropout, and have only the first gradient, which is all that torch's nested tensors support;
+    zero. An additive mask is added exactly, however large: a row of which every key has the same
+    -1e9 or ``torch.finfo(dtype).min`` is plain attention, as softmax does not change under a shift
+    (T1). There torch's scores are rounded away and its row is the mean of all values; a boolean
+    mask gives zeros in both.
+
+    Jagged nested tensors ``(batch, heads, length, features)`` are taken without `attn_mask` and
+    dropout, and have only the first gradient, which is all that torch's nested tensors support;
     `attend_packed` has the others.
 
     Args:
@@ -111,33 +115,17 @@ def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
 
 
-_lock = threading.Lock()
-_inside = threading.local()
-_entered = 0
-_torch_function: Callable[..., Tensor] = F.scaled_dot_product_attention
-_fast_path = True
+def sdpa_replaced() -> Scope[None]:
+    """Within this context, ``F.scaled_dot_product_attention`` is ours, in this thread or task.
 
-
-def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands in torch's place: ours in threads that asked for it, torch's in the others."""
-    if getattr(_inside, "depth", 0):
-        return scaled_dot_product_attention(*args, **kwargs)
-    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    # torch's causal bias looks for its function under the name that we hold meanwhile
-    if hasattr(mask, "variant"):
-        return type(mask)._dispatch(*args, **kwargs)
-    return _torch_function(*args, **kwargs)
-
-
-@contextmanager
-def sdpa_replaced() -> Generator[None]:
-    """Within this context, ``F.scaled_dot_product_attention`` is ours, in this thread.
-
-    One line gives an existing model forward mode and higher derivatives. It covers whatever calls
+    One line gives an existing model's attention forward mode and higher derivatives. This is the
+    narrow form: torch's norms stay torch's, and differentiating their tangents again gives wrong
+    numbers; `differentiable` replaces both. It covers whatever calls
     the function through ``torch.nn.functional``: ``nn.MultiheadAttention``,
     ``nn.TransformerEncoder`` (whose inference shortcut is switched off meanwhile), Hugging Face
-    models with ``attn_implementation="sdpa"``. It nests, is restored after exceptions, and other
-    threads keep torch's function. Checkpointed parts are recomputed in backward, which must then
+    models with ``attn_implementation="sdpa"``. It nests, contexts may be left in any order, and
+    other threads and tasks keep torch's function; afterwards, also after an exception or Ctrl-C,
+    torch's own is back. Checkpointed parts are recomputed in backward, which must then
     run inside as well. Not reached: code that imported the function itself by name, and
     modules after ``torch.compile``, which keep what they were compiled with.
 
@@ -149,22 +137,20 @@ def sdpa_replaced() -> Generator[None]:
     >>> tangent.shape
     torch.Size([1, 5, 8])
     """
-    global _entered, _torch_function, _fast_path
-    with _lock:
-        if _entered == 0:
-            _torch_function = F.scaled_dot_product_attention
-            _fast_path = torch.backends.mha.get_fastpath_enabled()
-            F.scaled_dot_product_attention = _dispatch
-            torch.backends.mha.set_fastpath_enabled(False)
-        _entered += 1
-    state = _inside.__dict__  # of the entering thread, wherever the context is left
-    state["depth"] = state.get("depth", 0) + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            state["depth"] -= 1
-            _entered -= 1
-            if _entered == 0:
-                F.scaled_dot_product_attention = _torch_function
-                torch.backends.mha.set_fastpath_enabled(_fast_path)
+    return Scope(lambda: Begun(None, replacements()))
+
+
+def replacements() -> list[Handler]:
+    """The handlers that put our function in torch's place, and torch's shortcuts out of the way."""
+    return [
+        Handler(F, "scaled_dot_product_attention", _ours),
+        Handler(torch.backends.mha, "get_fastpath_enabled", _never),
+    ]
+
+
+def _never(_: Callable[[], bool]) -> bool:
+    return False
+
+
+def _ours(_: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return scaled_dot_product_attention(*args, **kwargs)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.attention.attend import Attended, Fields, finished
+from cumulant.attention.attended import Attended
+from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call, Shard, prepare
-from cumulant.attention.joining import joined
+from cumulant.attention.merging import Joined
 from cumulant.distributed.maps import gather_rows, spread
-from cumulant.distributed.ranks import as_fact, describe, grad_mode, packed
+from cumulant.distributed.ranks import Ranks, as_fact, describe, grad_mode, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
 from cumulant.eager import eager
 from cumulant.errors import InputError
@@ -37,7 +38,7 @@ def attend_sharded(
     if ranks.alone:
         _check_values(value)
         call = prepare("attend", query, keys, values, **options)
-        return Attended(Fields(call, values_are_keys=shard.values is None))
+        return Attended(Direct(call, values_are_keys=shard.values is None), call.dtype)
     facts = ranks.agree("attend", described, differ=("rows", "mask"))
     rows, masks = facts["rows"], facts["mask"]
     if not shard.sharded_queries and len(set(rows)) > 1:
@@ -67,19 +68,41 @@ def attend_sharded(
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
         call = replace(call, options=replace(call.options, ring=ring))
-    fields = Fields(call, values_are_keys=shard.values is None)
-    whole = fields.column
-    if route != "ring":
+    whole: _Around | _Together
+    if route == "ring":
+        whole = _Around(call, values_are_keys=shard.values is None)
+    else:
+        own = Direct(call, values_are_keys=shard.values is None)
         parts = over_ranks(ranks, rows if route == "gather" else None)
-        whole = joined([fields.column], parts, lifted=max(masks) > 1)
+        whole = _Together([own], parts, lifted=max(masks) > 1)
+        whole.rows = rows[ranks.rank]
+    whole.ranks = ranks
+    return Attended(whole, call.dtype)
 
-    @eager
-    def compute(name: str) -> Tensor:
-        # Fields are computed when asked for, so all ranks must ask for the same one.
-        ranks.checked(f"attend(...).{name}", lambda: fields.check(name), lambda _: grad_mode())
-        return finished(call, name, whole(name))
 
-    return Attended(compute)
+class _Met:
+    """Fields are computed when asked for, so all ranks must ask for the same one."""
+
+    ranks: Ranks
+
+    def ready(self, name: str) -> None:
+        parent: Any = super()
+        self.ranks.checked(f"attend(...).{name}", lambda: parent.ready(name), lambda _: grad_mode())
+
+
+class _Around(_Met, Direct):
+    """Keys travel; the kernels' own sums go around the ring."""
+
+
+class _Together(_Met, Joined):
+    """Every rank attends to its own keys, and sums over ranks join the results."""
+
+    rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        *batch, _, width = super().shape
+        return torch.Size((*batch, self.rows, width))
 
 
 def _check_values(value: Any) -> None:

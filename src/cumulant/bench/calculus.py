@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attend, scaled_dot_product_attention
 from cumulant.bench.timing import Row, interleave, row
+from cumulant.derivatives import differentiable
 
 __all__ = ["SHAPES", "run"]
 
@@ -104,6 +105,30 @@ def _math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
     }
 
 
+_STEP = "torch, training step"
+_STEP_OURS = "training step in differentiable()"
+_MODEL = "2 layers, width 128, (8, 128) tokens"
+
+
+def _training_cases() -> dict[str, Callable[[], object]]:
+    """A training step of a small transformer: values and first gradients only."""
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 128, 128)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def ours() -> None:
+        with differentiable():
+            step()
+
+    return {_STEP: step, _STEP_OURS: ours}
+
+
 def run(
     *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
 ) -> list[Row]:
@@ -113,7 +138,8 @@ def run(
     plan.extend((s, _cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes)
     against_math = SHAPES[0] if quick else _AGAINST_MATH
     plan.append((against_math, _math_cases(against_math), 3))
-    total = sum(len(cases) * (r + 1) for _, cases, r in plan)
+    training = _training_cases()
+    total = sum(len(cases) * (r + 1) for _, cases, r in plan) + len(training) * (rounds + 1)
     rows: list[Row] = []
     for shape, cases, repeats in plan:
         label = str(shape)
@@ -126,4 +152,6 @@ def run(
             names = list(cases)
             rows.append(row(seconds, label, names[1], names[0], 1 / 4))
             rows.append(row(seconds, label, names[3], names[2], 1 / 3))
+    seconds = interleave(training, rounds=rounds, tick=lambda name: tick(name, total))
+    rows.append(row(seconds, _MODEL, _STEP_OURS, _STEP, 1.3))
     return rows

@@ -10,9 +10,9 @@ from typing import Any
 
 from cumulant.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Claim, Evidence
 from cumulant.claims.ledger import Entry, run, sources
+from cumulant.core.files import make_folder, write_file
 from cumulant.errors import InputError
 from cumulant.figures import as_svg, need_matplotlib
-from cumulant.writing import make_folder, whole_file
 
 __all__ = ["LEDGER", "Keeper", "bound", "markdown", "measured", "outcome", "tally"]
 
@@ -78,8 +78,7 @@ class Keeper:
         if self.folder is not None:
             page = markdown(ledger)
             _write(self.folder / LEDGER, ledger)
-            with whole_file(self.folder / PAGE) as part:
-                part.write_text(page, encoding="utf-8")
+            write_file(self.folder / PAGE, page)
             # Other claims of a run that was interrupted stay for it.
             self._keep(row for name, row in self.rows.items() if name not in asked)
         return ledger
@@ -111,8 +110,7 @@ class Keeper:
             row |= {"caption": None, "departs": True, "verdict": OPEN}
             path.unlink(missing_ok=True)
             return
-        with whole_file(path) as part:
-            part.write_text(content, encoding="utf-8")
+        write_file(path, content)
 
     def _earlier(self) -> dict[str, Row]:
         """Rows of an interrupted run with these settings; none of it if anything is amiss."""
@@ -150,8 +148,7 @@ def _can_draw() -> bool:
 
 def _write(path: Path, content: Row) -> None:
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
-    with whole_file(path) as part:
-        part.write_text(text + "\n", encoding="utf-8")
+    write_file(path, text + "\n")
 
 
 def tally(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from cumulant.bench.timing import Row, aim, machine, markdown, short
 from cumulant.cli.progress import progress_bar
+from cumulant.core.files import destination, write_file
 from cumulant.errors import InputError
 
 bench = typer.Typer(
@@ -125,10 +125,7 @@ def _measure(
     if rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
-        if not output.parent.is_dir():
-            raise InputError(f"--output: there is no folder {output.parent}; make it first.")
-        if output.is_dir() or not os.access(output.parent, os.W_OK):
-            raise InputError(f"--output: cannot write a file at {output}; name a file.")
+        destination(output)  # before the work, not after it
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=None)
 
@@ -142,7 +139,7 @@ def _measure(
             raise typer.Exit(130) from None
     command = f"cumulant bench {name}" + (" --quick" if quick else "")
     if output is not None:
-        output.write_text(markdown(title, command, rows, aims=not quick))
+        write_file(output, markdown(title, command, rows, aims=not quick))
     if as_json:
         report = {"machine": machine(), "rows": [r.as_dict() for r in rows]}
         typer.echo(json.dumps(report, indent=2))

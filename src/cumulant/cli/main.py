@@ -9,10 +9,12 @@ import typer
 
 from cumulant.cli.bench import bench
 from cumulant.cli.claims import claims
+from cumulant.cli.doctor import doctor
 from cumulant.cli.filter import filter_series
 from cumulant.cli.lens import lens
 from cumulant.cli.report import report
 from cumulant.cli.simulate import simulate
+from cumulant.core.files import printable
 from cumulant.errors import GroupError, InputError
 
 app = typer.Typer(
@@ -26,6 +28,7 @@ app.command()(claims)
 app.command()(simulate)
 app.command("filter")(filter_series)
 app.command()(lens)
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)
@@ -53,10 +56,10 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        typer.echo(f"cumulant: {error}", err=True)
+        typer.echo(f"cumulant: {printable(error)}", err=True)
         sys.exit(2)
     except GroupError as error:
-        typer.echo(f"cumulant: {error}", err=True)
+        typer.echo(f"cumulant: {printable(error)}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("cumulant: interrupted", err=True)

@@ -12,10 +12,10 @@ from rich.markup import escape
 from cumulant.claims.record import tally
 from cumulant.cli.claims import count
 from cumulant.cli.progress import progress_bar
+from cumulant.core.files import make_folder, write_file
 from cumulant.errors import InputError
 from cumulant.pages import ready
 from cumulant.report import finish, gather, render
-from cumulant.writing import make_folder, whole_file
 
 PAGE = "report.html"
 
@@ -70,8 +70,7 @@ def report(
             raise typer.Exit(130) from None
         except OSError as error:
             raise InputError(f"cannot write into {output}: {error.strerror or error}.") from None
-    with whole_file(output / PAGE) as part:
-        part.write_text(page, encoding="utf-8")
+    write_file(output / PAGE, page)
     finish(output)
     rows = parts.ledger["claims"]
     console = Console(highlight=False, emoji=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.cli.progress import progress_bar
+from cumulant.core.files import destination
 from cumulant.dynamics.starts import STARTS
 from cumulant.errors import InputError
 from cumulant.measures.checks import real
@@ -39,10 +39,14 @@ def read_points(source: str, points: int | None, dimension: int, seed: int) -> S
         count = most if points is None else points
         return dynamics.start(source, count, dimension, seed=seed, dtype=torch.float64)
     path = Path(source)
-    if not path.exists():
+    try:
+        path.stat()
+    except FileNotFoundError:
         raise InputError(
             f"START is one of {', '.join(STARTS)}, or a file of points; there is no file {source}."
-        )
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror}.") from None
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -95,10 +99,7 @@ def _writable(name: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
     if path.suffix.lower() not in suffixes:
         ends = " or ".join(suffixes)
         raise InputError(f"--{name}: the file must end in {ends}, not {path.name}.")
-    if not path.parent.is_dir():
-        raise InputError(f"--{name}: there is no folder {path.parent}; make it first.")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"--{name}: cannot write a file at {path}.")
+    destination(path)
 
 
 def _can_go_on(start: Start, said_how: bool) -> None:
@@ -287,4 +288,4 @@ def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distan
     if math.isfinite(blown):
         console.print(f"the cloud left the range of its numbers at t = {blown:.4g}")
     for path in written:
-        console.print(f"wrote {path}")
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -64,7 +64,7 @@ class Moments(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Unnormalized sums over some keys, relative to 2^peak."""
+    """Unnormalized sums over some keys, relative to e^peak."""
 
     peak: Tensor
     mass: Tensor  # sum of p
@@ -75,12 +75,12 @@ class _Sums(NamedTuple):
 def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> _Sums:
     """The sums of one tile; `shift` takes each row's maximum as its peak."""
     work = tile.work
-    s_mn = formulas.scores(tile, a)
+    s_mn = formulas.scores(tile, a, 1.0 if shift else formulas.LOG2_E)
     peak = s_mn.new_zeros(1)
     if shift:
         peak = s_mn.amax(-1, keepdim=True)
         peak.masked_fill_(peak == -math.inf, 0.0)
-        s_mn = work.sub(s_mn, peak)
+        s_mn = work.scale(work.sub(s_mn, peak), formulas.LOG2_E)
     p_mn = work.exp2(s_mn, fresh=options.entropy)
     weighted = formulas.dropped(tile, a, options.dropout, p_mn) @ a["value"]
     if "broken" in a:  # values that are not finite reach the rows that give them weight
@@ -104,11 +104,15 @@ def _normalize(sums: _Sums) -> list[Tensor]:
     """(mean, G, entropy) from the sums."""
     mass = sums.mass.masked_fill(sums.mass == 0, 1.0)
     log_mass = mass.log2()
-    normalizer = (sums.peak + log_mass) / formulas.LOG2_E
+    normalizer = sums.peak + log_mass / formulas.LOG2_E
     out = [sums.weighted.div_(mass), normalizer.masked_fill_(sums.mass == 0, -math.inf)]
     if sums.heat is not None:
         out.append(((log_mass - sums.heat / mass) / formulas.LOG2_E).clamp_min_(0.0))
     return out
+
+
+def _grid(arguments: Named) -> tuple[int, int]:
+    return arguments["query"].shape[-2], arguments["key"].shape[-2]
 
 
 def scores_are_small(options: Options, arguments: Named) -> bool:
@@ -123,9 +127,9 @@ def scores_are_small(options: Options, arguments: Named) -> bool:
 
 def _stream(options: Options, arguments: Named) -> list[Tensor]:
     """(mean, G, entropy), merging tiles of keys one after another."""
-    query, key, value = (arguments[n] for n in ("query", "key", "value"))
+    query, value = arguments["query"], arguments["value"]
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-    m, n = query.shape[-2], key.shape[-2]
+    m, n = _grid(arguments)
     # With a band some rows may have no tile; otherwise every row is written below.
     unwritten = not options.band.open or n == 0
     make = query.new_zeros if unwritten else query.new_empty
@@ -200,11 +204,31 @@ def _forward(options: Options, arguments: Named) -> list[Tensor]:
     return out
 
 
-def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
-    """Tangents of (mean, G, entropy).
+# What a part of a row has to be told about the whole.
+_KNOWN = frozenset(("log_normalizer", "mean", "entropy", "score_mean"))
 
-    The whole formula lies in the tile function: torch disables forward mode around plain
-    operations here, so only Functions keep the tangents of outer levels.
+# So many pairs are the most for one strip; thinner ones than 128 rows starve the matrix products.
+_LARGEST_STRIP = 2**22
+
+
+def _rows(options: Options, grid: tuple[int, int]) -> dict[str, Any]:
+    """How a program is tiled: over whole rows, wherever that costs nothing.
+
+    On whole rows every formula makes its own normalizer and means. A strip of rows is attention
+    written out densely, as precise as that in every derivative, and depends on nothing it is told.
+    In parts of rows (a ring, very many keys) G and the means are arguments like others, and the
+    chain rule goes through them; they are rounded, which shows where scores share a large part.
+    """
+    if options.ring is not None:
+        return {"ring": options.ring}
+    if min(grid[0], 128) * grid[1] > _LARGEST_STRIP:
+        return {}
+    return {"whole_rows": True, "fixed": _KNOWN}
+
+
+def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
+    """Tangents of (mean, G, entropy), all in the tile function: torch disables forward mode around
+    plain operations here, so only Functions keep the tangents of outer levels.
     """
     names = _FORWARD_ORDER[: 3 if options.entropy else 2]
     moving = names if tangents.keys() - {"value"} else ("mean",)
@@ -212,10 +236,10 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
         function=with_scale(partial(formulas.pushforward, rate=options.dropout), options.scale),
         indices={**INDEX, **{"tangent " + n: INDEX[n] for n in tangents}},
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
-        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        grid=(grid := _grid(arguments)),
         band=options.band,
         pull=None if options.ring else partial(_reverse_over_forward, options=options),
-        ring=options.ring,
+        **_rows(options, grid),
     )
     out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
@@ -280,9 +304,10 @@ def _curvature(
         function=with_scale(function, options.scale),
         indices=indices,
         results=results,
-        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        grid=_grid(arguments),
         band=options.band,
         whole_rows=True,
+        fixed=_KNOWN,
     )
     return tile_sum(program, given)
 
@@ -375,13 +400,13 @@ def pullback(
         results=tuple(
             Result(n, INDEX[n], (shapes or {}).get(n, tuple(arguments[n].shape))) for n in wanted
         ),
-        grid=(arguments["query"].shape[-2], arguments["key"].shape[-2]),
+        grid=(grid := _grid(arguments)),
         band=options.band,
         run=partial(_fused_backward, scale=options.scale) if kept is None else _kept_gradient,
         # The shortcuts of second order need whole rows, which a ring never holds.
         pull=None if options.ring else partial(_reverse_over_reverse, options=options),
         push=None if options.ring else partial(_forward_over_reverse, options=options),
-        ring=options.ring,
+        **_rows(options, grid),
     )
     given = {"cotangent " + n: c for n, c in cotangents.items()}
     given |= {"kept " + n: x for n, x in (kept or {}).items()}
@@ -463,13 +488,13 @@ def expectation(
 ) -> Tensor:
     """A further row of `width` per query, given G: one of ``formulas``' functions over tiles."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-    m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
+    grid = _grid(arguments)
     program = Program(
         function=with_scale(function, options.scale),
         indices=INDEX,
-        results=(Result(name, "i", (*batch, m, width)),),
-        grid=(m, n),
+        results=(Result(name, "i", (*batch, grid[0], width)),),
+        grid=grid,
         band=options.band,
-        ring=options.ring,
+        **_rows(options, grid),
     )
     return tile_sum(program, arguments)[name]

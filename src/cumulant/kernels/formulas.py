@@ -63,14 +63,14 @@ def with_scale(function: TileFunction, scale: float) -> TileFunction:
 _QUERIES = ("query", "tangent query", "second query")
 
 
-def scores(tile: Tile, a: Arguments) -> Tensor:
-    """s_ij log2(e), -inf where a pair may not meet.
+def scores(tile: Tile, a: Arguments, unit: float = LOG2_E) -> Tensor:
+    """s_ij times the unit, -inf where a pair may not meet.
 
     In units of log 2 because exp2 is faster than exp; the factor rides on the queries.
     """
-    s_mn = capped(tile, a, tile.work.matmul(a["query"] * LOG2_E, a["key"].mT), LOG2_E)
+    s_mn = capped(tile, a, tile.work.matmul(a["query"] * unit, a["key"].mT), unit)
     if "bias" in a:
-        s_mn = tile.work.add(s_mn, a["bias"] * LOG2_E)
+        s_mn = tile.work.add(s_mn, a["bias"] * unit)
     if "mask" in a:
         s_mn = tile.work.masked_fill(s_mn, ~a["mask"], -math.inf)
     if "query_tag" in a:
@@ -106,15 +106,52 @@ def _same_tag(a: Arguments) -> Tensor:
 
 
 def log_weights(tile: Tile, a: Arguments) -> Tensor:
-    """log2 p(j|i) = (s_ij - G_i) log2(e). A row without keys has G = -inf and weights 0."""
-    shift = a["log_normalizer"]
-    shift = shift.masked_fill(shift == -math.inf, 0.0)
-    return tile.work.sub(scores(tile, a), shift * LOG2_E)
+    """log2 p(j|i): given G in a part of a row, up to a number common to the row on whole rows.
+
+    A row without keys has G = -inf and weights 0.
+    """
+    if not tile.whole:
+        shift = a["log_normalizer"].masked_fill(a["log_normalizer"] == -math.inf, 0.0)
+        return tile.work.sub(scores(tile, a), shift * LOG2_E)
+    s_mn = scores(tile, a, 1.0)  # log2(e) would round large scores once more
+    shift = s_mn.detach().amax(-1, keepdim=True)
+    l_mn = tile.work.sub(s_mn, shift.masked_fill(shift == -math.inf, 0.0))
+    l_mn = tile.work.scale(l_mn, LOG2_E)
+    return l_mn if tile.work.reuses else _balanced(tile, l_mn)
+
+
+def _balanced(tile: Tile, l_mn: Tensor) -> Tensor:
+    """log2 p minus its mean under p as a constant: the same weights, more precise derivatives.
+
+    Score tangents lose what a row has in common here, before they meet anything that is rounded.
+    """
+    p_mn = l_mn.detach().exp2()
+    p_mn = p_mn * inverse_mass(tile, p_mn)
+    return l_mn - row_sum(p_mn * l_mn.masked_fill(p_mn == 0, 0.0))
+
+
+def inverse_mass(tile: Tile, p_mn: Tensor) -> Tensor:
+    """What makes the weights of a row sum to one: 1 over their sum on whole rows, else 1.
+
+    G is rounded, and so are the scores that it was made of: all weights exp(s - G) of a row are off
+    by one factor, 1 + eps |G| or so. A part of a row has to live with that.
+    """
+    if not tile.whole:
+        return p_mn.new_ones(1)
+    mass = row_sum(p_mn)
+    return mass.masked_fill(mass == 0, 1.0).reciprocal()
 
 
 def weights(tile: Tile, a: Arguments) -> Tensor:
     """p(j|i)."""
-    return tile.work.exp2(log_weights(tile, a))
+    p_mn = tile.work.exp2(log_weights(tile, a))
+    return tile.work.mul(p_mn, inverse_mass(tile, p_mn)) if tile.whole else p_mn
+
+
+def centered(tile: Tile, p_mn: Tensor, x_mn: Tensor) -> tuple[Tensor, Tensor]:
+    """x - E[x], and E[x], on whole rows."""
+    mean = tile.work.dot(x_mn, p_mn)
+    return tile.work.sub(x_mn, mean), mean
 
 
 def dropped(tile: Tile, a: Arguments, rate: float, x_mn: Tensor) -> Tensor:
@@ -152,53 +189,70 @@ def score_tangent(tile: Tile, a: Arguments, prefix: str) -> Tensor | None:
 def pushforward(tile: Tile, a: Arguments, *, rate: float) -> Arguments:
     """Tangents of (mean, G, entropy) along score tangents t and value tangents dv.
 
-    dG = E[t],   dE[v] = E[t (v - E[v])] + E[dv],   dH = -E[t (log p + H)]
+    dG = E[t],   dE[v] = E[(t - E[t]) v] + E[dv],   dH = -E[(t - E[t]) log p]
+
+    A part of a row does not know E[t]; it subtracts its share of E[t] times (E[v], -H). Weights are
+    normalized last, row by row, which is cheaper.
     """
     work = tile.work
     l_mn = log_weights(tile, a)
     p_mn = work.exp2(l_mn, fresh="entropy" in a)
+    inverse = inverse_mass(tile, p_mn)
     out: Arguments = {}
     if "tangent value" in a:
         out["mean"] = work.matmul(dropped(tile, a, rate, p_mn), a["tangent value"])
     t_mn = score_tangent(tile, a, "tangent ")
     if t_mn is not None:
         pt_mn = work.mul(t_mn, p_mn)
-        tilt = row_sum(pt_mn)
-        out["log_normalizer"] = tilt
+        tilt = out["log_normalizer"] = row_sum(pt_mn) * inverse
+        if tile.whole:
+            pt_mn = work.addcmul(pt_mn, p_mn, tilt, value=-1)
         mean = work.add_matmul(out.get("mean"), dropped(tile, a, rate, pt_mn), a["value"])
-        out["mean"] = work.addcmul(mean, tilt, a["mean"], value=-1)
+        out["mean"] = mean if tile.whole else work.addcmul(mean, tilt, a["mean"], value=-1)
         if "entropy" in a:
-            heat = row_sum(work.mul(bounded(tile, a, l_mn), pt_mn)) / LOG2_E
-            out["entropy"] = -heat - tilt * a["entropy"]
+            heat = row_sum(work.mul(bounded(tile, a, l_mn), pt_mn)) * inverse / LOG2_E
+            out["entropy"] = -heat if tile.whole else -heat - tilt * a["entropy"]
+    if "mean" in out:
+        out["mean"] = work.mul(out["mean"], inverse)
     return out
 
 
 def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) -> Arguments:
     """Gradients of (mean, G, entropy) for their cotangents g, gG, gH.
 
-    ds_ij = p_ij (<g_i, v_j> + c_i - gH_i (log p_ij + H_i)),   c = gG - <g, mean>
+    w_ij = <g_i, v_j> - gH_i log p_ij,   ds_ij = p_ij (w_ij - E[w]_i + gG_i)
     dq = ds k,   dk = ds' q,   dv = p' g,   dbias = ds
+
+    A part of a row is told what E[w] = <g, mean> + gH H is made of. Not the weights are normalized
+    but, row by row, what they are multiplied with.
     """
     work = tile.work
     g, g_G, g_H = (a.get("cotangent " + n) for n in ("mean", "log_normalizer", "entropy"))
     l_mn = log_weights(tile, a)
     p_mn = work.exp2(l_mn, fresh=g_H is not None)
+    inverse = inverse_mass(tile, p_mn)
     out: Arguments = {}
-    w_mn: Tensor | None = None
+    ds_mn: Tensor | None = None
+    level = inverse.new_zeros(1) if g_G is None else g_G  # gG - E[w]
     if g is not None:
-        c = -row_sum(g * a["mean"])
-        w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
-        w_mn = work.add(w_mn, c if g_G is None else c + g_G)
+        g = g * inverse
+        ds_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
         if "value" in wanted:
             out["value"] = work.matmul(dropped(tile, a, rate, p_mn).mT, g)
-    elif g_G is not None:
-        w_mn = g_G
+        if not tile.whole:
+            level = level - row_sum(g * a["mean"])
     if g_H is not None:
-        heat = work.mul(bounded(tile, a, l_mn), -g_H / LOG2_E)
-        heat = work.sub(heat, g_H * a["entropy"])
-        w_mn = heat if w_mn is None else work.add(heat, w_mn)
-    if w_mn is not None:
-        ds_mn = work.mul(p_mn, w_mn)
+        heat = work.mul(bounded(tile, a, l_mn), g_H * inverse / -LOG2_E)
+        ds_mn = heat if ds_mn is None else work.add(heat, ds_mn)
+        if not tile.whole:
+            level = level - g_H * a["entropy"]
+    if ds_mn is not None:
+        ds_mn = work.mul(ds_mn, p_mn)
+        level = level - row_sum(ds_mn) if tile.whole else level
+        ds_mn = work.addcmul(ds_mn, p_mn, level * inverse)
+    elif g_G is not None:
+        ds_mn = work.mul(p_mn, level * inverse)
+    if ds_mn is not None:
         if "bias" in wanted:
             out["bias"] = ds_mn.clone() if "cap" in a else ds_mn
         ds_mn = _uncapped(tile, a, ds_mn)
@@ -213,7 +267,7 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
     """Gradient of <dq, a_q> + <dk, a_k> + <dv, a_v> + <dbias, a_b> through `pullback` (no gH).
 
     The tile spans all keys, so row sums close inside it. With t = <a_q, k> + <q, a_k> + a_b
-    centred, t <- t - E[t], and u = <g, a_v>, w = <g, v> + gG - <g, mean> (products with g after
+    centred, t <- t - E[t], and u = <g, a_v>, w = <g, v> - E[<g, v>] + gG (products with g after
     dropout):
 
         e = w t + u,   x = p (e - E[e]),   ds = p w
@@ -230,21 +284,18 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
     if a_v is not None and g is not None and "cotangent mean" in wanted:
         out["cotangent mean"] = work.matmul(dropped(tile, a, rate, p_mn), a_v)
     if t_mn is not None:
-        pt_mn = work.mul(t_mn, p_mn, fresh=True)
-        t_bar = row_sum(pt_mn)
-        out["cotangent log_normalizer"] = t_bar
-        t_mn = work.sub(t_mn, t_bar)
+        t_mn, out["cotangent log_normalizer"] = centered(tile, p_mn, t_mn)
         w_mn = g_G
         if g is not None:
-            pt_mn = dropped(tile, a, rate, work.addcmul(pt_mn, p_mn, t_bar, value=-1))
+            pt_mn = dropped(tile, a, rate, work.mul(t_mn, p_mn, fresh=True))
             if "value" in wanted:
                 out["value"] = work.matmul(pt_mn.mT, g)
             if "cotangent mean" in wanted:
                 moved = out.get("cotangent mean")
                 out["cotangent mean"] = work.add_matmul(moved, pt_mn, a["value"])
-            c = -row_sum(g * a["mean"])
             w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
-            w_mn = work.add(w_mn, c if g_G is None else c + g_G)
+            w_mn, _ = centered(tile, p_mn, w_mn)
+            w_mn = w_mn if g_G is None else work.add(w_mn, g_G)
         if w_mn is not None:
             e_mn = work.mul(t_mn, w_mn)
     if a_v is not None and g is not None:
@@ -254,8 +305,8 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
             u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
             e_mn = u_mn if e_mn is None else work.add(u_mn, e_mn)
     if e_mn is not None:
+        e_mn, _ = centered(tile, p_mn, e_mn)
         x_mn = work.mul(e_mn, p_mn)
-        x_mn = work.addcmul(x_mn, p_mn, row_sum(x_mn), value=-1)
         if "bias" in wanted:
             out["bias"] = x_mn
         if "query" in wanted:
@@ -288,15 +339,22 @@ def score_mean(tile: Tile, a: Arguments) -> Arguments:
     """E[<q, k>]: the bias shapes the weights but is no part of the score."""
     p_mn = weights(tile, a)
     s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
-    return {"score_mean": row_sum(tile.work.mul(s_mn, p_mn))}
+    return {"score_mean": tile.work.dot(s_mn, p_mn)}
 
 
 def score_variance(tile: Tile, a: Arguments) -> Arguments:
     """Var[<q, k>], centred before squaring so that nothing cancels."""
-    p_mn = weights(tile, a)
-    s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
-    s_mn = tile.work.sub(s_mn, a["score_mean"])
-    return {"score_variance": row_sum(tile.work.mul(tile.work.mul(p_mn, s_mn), s_mn))}
+    work = tile.work
+    if tile.whole and "bias" not in a:  # log p is the score but for a constant
+        l_mn = log_weights(tile, a)
+        p_mn = work.exp2(l_mn, fresh=True)
+        p_mn = work.mul(p_mn, inverse_mass(tile, p_mn))
+        s_mn = work.scale(bounded(tile, a, l_mn), 1 / LOG2_E)
+    else:
+        p_mn = weights(tile, a)
+        s_mn = capped(tile, a, work.matmul(a["query"], a["key"].mT))
+    s_mn = centered(tile, p_mn, s_mn)[0] if tile.whole else work.sub(s_mn, a["score_mean"])
+    return {"score_variance": row_sum(work.mul(work.mul(p_mn, s_mn), s_mn))}
 
 
 def moments(tile: Tile, a: Arguments) -> Arguments:

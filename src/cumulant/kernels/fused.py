@@ -18,6 +18,9 @@ from cumulant.kernels.tiles import Arguments, Band, Named
 _CAUSAL = Band(upper=0)
 _DTYPES = (torch.float32, torch.float64)
 
+# Beyond this |G| the weights exp(s - G) are off by more than 1e-5 in float32.
+_LARGE_NORMALIZER = 128.0
+
 
 class _Plan(NamedTuple):
     """How batch dimensions become the operator's (batch, heads)."""
@@ -111,19 +114,39 @@ def _own(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(x.contiguous(), shape)
 
 
+def _loses_digits(arguments: Named) -> bool:
+    """Whether the operator's gradient is less precise than that of a softmax.
+
+    It is p (<g, v> - <g, mean>) with p = exp(s - G), and both G and the mean are rounded: that
+    costs eps |G|, and eps times whatever the values have in common.
+    """
+    normalizer, value = arguments["log_normalizer"], arguments["value"]
+    if bool((normalizer.abs() > _LARGE_NORMALIZER).logical_and(normalizer != -math.inf).any()):
+        return True
+    some = value[..., :: max(1, value.shape[-2] // 16), :]
+    spread, common = torch.var_mean(some, dim=-2, correction=0)
+    return bool((common.square().sum(-1) > 4 * spread.sum(-1)).any())
+
+
 def backward(arguments: Named, scale: float, band: Band) -> Arguments | None:
     """Gradients of the mean alone, by torch's fused operator."""
     plan = _plan(arguments, band)
-    if plan is None:
+    if plan is None or _loses_digits(arguments):
         return None
     normalizer = arguments["log_normalizer"]
     normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    # Under vmap queries may be a batch where the cotangent is one for all.
+    batch = arguments["query"].shape[:-2]
+    cotangent, mean, normalizer = (
+        x.expand(*batch, *x.shape[-2:])
+        for x in (arguments["cotangent mean"], arguments["mean"], normalizer)
+    )
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads(arguments["cotangent mean"], plan.query),
+        _heads(cotangent, plan.query),
         _heads(arguments["query"], plan.query),
         _heads(arguments["key"], plan.key),
         _heads(arguments["value"], plan.key),
-        _heads(arguments["mean"], plan.query),
+        _heads(mean, plan.query),
         _heads(normalizer, plan.query).squeeze(-1),
         0.0,
         not band.open,

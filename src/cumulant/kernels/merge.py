@@ -31,12 +31,14 @@ class Parts:
     Attributes:
         add: columns of each set at hand to their sums over all sets.
         largest: the entrywise maximum over all sets, without derivative.
+        level: what is taken off the log-normalizers of all sets before they are exponentiated.
         spread: what `add` made, as each set sees it; the adjoint of `add`.
         own: of rows as a set sees them, those that `add` leaves here.
     """
 
     add: Callable[[Sequence[Columns]], list[Tensor]]
     largest: Callable[[Sequence[Tensor]], Tensor]
+    level: Callable[[Sequence[Tensor]], Tensor]
     spread: Callable[[Tensor], Tensor]
     own: Callable[[Tensor], Tensor]
 
@@ -50,10 +52,30 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _largest(xs: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.maximum, (x.detach() for x in xs))
+
+
+def _typical(xs: Sequence[Tensor]) -> Tensor:
+    """The mean of the log-normalizers under their own weights, which are constants here.
+
+    Any level gives the same shares. This one takes off what tangents have in common, before they
+    meet anything that is rounded.
+    """
+    peak = _largest(xs)
+    peak = peak.masked_fill(peak == -math.inf, 0.0)
+    weights = [(x.detach() - peak).exp() for x in xs]
+    mass = reduce(torch.add, weights)
+    seen = [x.masked_fill(w == 0, 0.0) for x, w in zip(xs, weights, strict=True)]
+    total = reduce(torch.add, [w * x for w, x in zip(weights, seen, strict=True)])
+    return total / mass.masked_fill(mass == 0, 1.0)
+
+
 # All sets are at hand.
 HERE = Parts(
     add=_added,
-    largest=lambda xs: reduce(torch.maximum, (x.detach() for x in xs)),
+    largest=_largest,
+    level=_typical,
     spread=_same,
     own=_same,
 )
@@ -81,7 +103,14 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
     def own(x: Tensor) -> Tensor:
         return x if rows is None else x.split(list(rows), -2)[ranks.rank]
 
-    return Parts(add, lambda xs: maps.largest(xs[0], ranks), spread, own)
+    def largest(xs: Sequence[Tensor]) -> Tensor:
+        return maps.largest(xs[0], ranks)
+
+    def level(xs: Sequence[Tensor]) -> Tensor:
+        peak = largest(xs)  # a mean would be one more message
+        return peak.masked_fill(peak == -math.inf, 0.0)
+
+    return Parts(add, largest, level, spread, own)
 
 
 class Pool:
@@ -92,11 +121,10 @@ class Pool:
     """
 
     def __init__(self, normalizers: Sequence[Tensor], parts: Parts = HERE) -> None:
-        # logaddexp has NaN derivatives at -inf, so the maximum is taken out by hand.
-        peak = parts.largest(normalizers)
-        peak = peak.masked_fill(peak == -math.inf, 0.0)
-        self._parts, self._peak = parts, parts.own(peak)
-        self._gaps = [x - peak for x in normalizers]
+        # logaddexp has NaN derivatives at -inf, so the level is taken out by hand.
+        level = parts.level(normalizers)
+        self._parts, self._level = parts, parts.own(level)
+        self._gaps = [x - level for x in normalizers]
         self._weights = [gap.exp() for gap in self._gaps]
         self._mass: Tensor | None = None
 
@@ -113,7 +141,7 @@ class Pool:
         return [x / self._filled() for x in sums]
 
     def _filled(self) -> Tensor:
-        """The mass e^(G - peak), 1 where there is none."""
+        """The mass e^(G - level), 1 where there is none."""
         if self._mass is None:
             self._mass = self._parts.add([[w] for w in self._weights])[0]
         return self._mass.masked_fill(self._mass == 0, 1.0)
@@ -121,12 +149,20 @@ class Pool:
     def log_normalizer(self) -> Tensor:
         """G = log sum_a e^G_a."""
         filled = self._filled()
-        out = self._peak + filled.log()
+        out = self._level + filled.log()
         return out if self._mass is None else out.masked_fill(self._mass == 0, -math.inf)
 
+    def mean(self, field: Sequence[Tensor]) -> Tensor:
+        """sum_a w_a x_a."""
+        return self.means(field)[0]
+
     def surprises(self, entropies: Sequence[Tensor]) -> list[Tensor]:
-        """The field whose mean is the entropy but for the log of the mass: H_a - (G_a - peak)."""
-        gone = (gap == -math.inf for gap in self._gaps)
+        """The field whose mean is the entropy but for the log of the mass: H_a - (G_a - level).
+
+        A set without weight has none: its gap may be as large as numbers get, and a gradient that
+        multiplies by it would overflow before the weight takes it to zero.
+        """
+        gone = (w == 0 for w in self._weights)
         gaps = [gap.masked_fill(x, 0.0) for gap, x in zip(self._gaps, gone, strict=True)]
         return [H - gap for H, gap in zip(entropies, gaps, strict=True)]
 
@@ -137,4 +173,4 @@ class Pool:
     def variance(self, mean: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Law of total variance, from the joint mean and (mean, variance) of each set."""
         center = self._parts.spread(mean)
-        return self.means([variance + (m - center) ** 2 for m, variance in parts])[0]
+        return self.mean([variance + (m - center) ** 2 for m, variance in parts])

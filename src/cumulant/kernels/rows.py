@@ -93,7 +93,7 @@ def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: flo
     peak = s_mn.amax(-1, keepdim=True).masked_fill_(out["visible"] == 0, 0.0)
     top = _largest(s_mn)
     if order:
-        out["top"] = top.to(s_mn.dtype)
+        out["top"] = (top + tile.columns.start).to(s_mn.dtype)
     l_mn = formulas.bounded(tile, a, work.sub(s_mn, peak))
     p_mn = work.exp2(l_mn, fresh=True)
     if hides:  # the floor of `bounded` is 2^-2000, which is zero already
@@ -106,9 +106,10 @@ def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: flo
     out["entropy"] = ((log_total - heat) / LOG2_E).clamp_min_(0.0)
     out["score_variance"] = _score_variance(tile, a, l_mn, heat, p_mn) * inverse
     if "marks" in a:
-        index = a["marks"].long()
-        marked = p_mn.gather(-1, index.clamp_min(0)) * inverse
-        out["marked"] = marked.masked_fill_(index < 0, 0.0)
+        index = a["marks"].long() - tile.columns.start
+        here = (a["marks"] >= 0) & (index >= 0) & (index < len(tile.columns))
+        marked = p_mn.gather(-1, index.clamp(0, len(tile.columns) - 1)) * inverse
+        out["marked"] = marked.masked_fill_(~here, 0.0)
     # Moments about the key of the largest weight, which then has no part in them: where one key
     # holds nearly all the mass, nothing cancels.
     k_nd = a["key"] - a["center"]

@@ -58,6 +58,12 @@ class Band:
         sides = (None if x is None else x - offset for x in (self.lower, self.upper))
         return Band(*sides)
 
+    def reach(self, rows: range, keys: int) -> range:
+        """The keys, of so many, that some of these queries may meet."""
+        start = 0 if self.lower is None else max(0, rows.start + self.lower)
+        stop = keys if self.upper is None else min(keys, rows.stop + self.upper)
+        return range(min(start, keys), max(start, stop))
+
     def excludes(self, rows: range, columns: range) -> bool:
         """Whether no pair of the tile may meet."""
         nearest = columns.start - (rows.stop - 1)
@@ -86,13 +92,17 @@ class Band:
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile lies: a slice of the batch, a range of queries, a range of keys."""
+    """Where a tile lies: a slice of the batch, a range of queries, a range of keys.
+
+    `whole` says that the range has every key that these queries see.
+    """
 
     batch: tuple[slice, ...]
     rows: range
     columns: range
     band: Band
     work: Workspace
+    whole: bool = False
 
     def slices(self, index: str, tensor: Tensor) -> tuple[slice, ...]:
         """The part of `tensor` that this tile touches; broadcast dimensions stay whole."""
@@ -154,10 +164,11 @@ class Program:
 
     `function` maps the tile's arguments to contributions, already summed over the tile's own
     queries (index "j"), keys ("i") or neither ("ij"); it must be written in operations that
-    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `run`, `pull` and
-    `push` are optional shortcuts for the value and for the vector-Jacobian and Jacobian-vector
-    products; they return ``None`` when they do not apply. With a `ring` the keys here are those of
-    this rank alone, and the sum is over the keys of all.
+    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `fixed` names
+    arguments that change nothing but the rounding, such as a shift of the scores of a row: they
+    have no derivative. `run`, `pull` and `push` are optional shortcuts for the value and for the
+    vector-Jacobian and Jacobian-vector products; they return ``None`` when they do not apply. With
+    a `ring` the keys here are those of this rank alone, and the sum is over the keys of all.
     """
 
     function: AddingFunction
@@ -167,6 +178,7 @@ class Program:
     band: Band = Band()
     area: int = 2**20
     whole_rows: bool = False
+    fixed: frozenset[str] = frozenset()
     run: Callable[[Program, Named], Arguments | None] | None = None
     pull: Callable[[Program, Named, Named, Sequence[str]], Arguments | None] | None = None
     push: Callable[[Program, Named, Named], Arguments | None] | None = None
@@ -227,9 +239,9 @@ def walk(
     def tiles(
         slices: tuple[slice, ...], rows: range, columns: list[range]
     ) -> Iterator[tuple[Tile, Arguments]]:
-        for piece in columns:
-            if not band.excludes(rows, piece):
-                tile = Tile(slices, rows, piece, band, work)
+        for piece in [band.reach(rows, grid[1])] if whole_rows else columns:
+            if piece and not band.excludes(rows, piece):
+                tile = Tile(slices, rows, piece, band, work, whole_rows)
                 work.begin()
                 yield tile, {name: tile.cut(indices[name], x) for name, x in arguments.items()}
 
@@ -410,7 +422,7 @@ class _TileSum(torch.autograd.Function):
         wanted = [
             name
             for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
-            if needed and arguments[name].is_floating_point()
+            if needed and name not in program.fixed and arguments[name].is_floating_point()
         ]
         if not cotangents or not wanted:
             return (None,) * (2 + len(ctx.names))
@@ -423,7 +435,8 @@ class _TileSum(torch.autograd.Function):
     def jvp(ctx: Any, *grads: Any) -> Any:
         program: Program = ctx.program
         arguments = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
+        given = zip(ctx.names, grads[2:], strict=True)
+        tangents = {n: t for n, t in given if t is not None and n not in program.fixed}
         out = program.push(program, arguments, tangents) if program.push else None
         if out is None:
             out = _pushforward(program, arguments, tangents)

@@ -30,7 +30,7 @@ class Workspace:
     """Arithmetic for tile functions, into reused buffers where `reuse` is set."""
 
     def __init__(self, *, reuse: bool) -> None:
-        self._reuse = reuse
+        self.reuses = reuse
         self._buffers: list[Tensor] = []
         self._views: dict[tuple[int, torch.Size], Tensor] = {}
         self._owned: set[int] = set()
@@ -87,7 +87,7 @@ class Workspace:
 
     def _target(self, x: Tensor, *others: Tensor, fresh: bool = False) -> Tensor | None:
         """Where the result goes: over `x` if it is one of our buffers and large enough."""
-        if not self._reuse:
+        if not self.reuses:
             return None
         shape = x.shape
         for y in others:
@@ -100,7 +100,7 @@ class Workspace:
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """x @ y of equal batches, always into a new array."""
-        if not self._reuse:
+        if not self.reuses:
             return x @ y
         out = self._take(torch.Size((*x.shape[:-1], y.shape[-1])), x)
         return torch.matmul(x, y, out=out)
@@ -109,7 +109,7 @@ class Workspace:
         """x + y @ z, or y @ z where there is no x yet."""
         if x is None:
             return self.matmul(y, z)
-        if not self._reuse or not self._owns(x):
+        if not self.reuses or not self._owns(x):
             return x + y @ z
         batch = math.prod(x.shape[:-2])
         flat = (t.reshape(batch, *t.shape[-2:]) for t in (y, z))
@@ -124,6 +124,15 @@ class Workspace:
 
     def mul(self, x: Tensor, y: Tensor, *, fresh: bool = False) -> Tensor:
         return torch.mul(x, y, out=self._target(x, y, fresh=fresh))
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """sum_j x_ij y_ij as a column."""
+        out = torch.mul(x, y, out=self._target(x, y, fresh=True)).sum(-1, keepdim=True)
+        self._next = max(0, self._next - 1)  # the products' buffer is free again
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return torch.mul(x, factor, out=self._target(x))
 
     def addcmul(self, x: Tensor, y: Tensor, z: Tensor, *, value: float = 1.0) -> Tensor:
         """x + value * y * z."""

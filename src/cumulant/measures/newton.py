@@ -302,6 +302,8 @@ def _search(
         height, gradient = problem.value_and_gradient(trial)
         gap = height - (trial * _take(mean, rows)).sum(-1)
         size = 1 + here.gap.abs() + height.nan_to_num(0, 0, 0).abs()
+        if problem.reach is not None:  # the height is a difference of numbers of this size
+            size = size + (trial.abs() * problem.reach).sum(-1)
         enough = here.gap - 1e-4 * length * decrement[..., rows]
         good = gap <= enough + 8 * torch.finfo(gap.dtype).eps * size
         good = good & gradient.isfinite().all(-1) & (going & ~moved)[..., rows]

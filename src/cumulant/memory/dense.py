@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.lazy import Snapshot
 from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.errors import InputError
@@ -50,12 +51,14 @@ class Memory:
             `cumulant.distributed.ShardedKeys`, whose patterns and values live on the ranks of a
             group: answers are for the patterns of all, and numbers of patterns count those of rank
             0 first.
-        beta: inverse temperature, a positive number, or a tensor that broadcasts to ``sets`` (one
-            for each head or set of patterns). Large is precise, small blends patterns.
+        beta: inverse temperature, a number >= 0, or a tensor that broadcasts to ``sets`` (one
+            for each head or set of patterns). Large is precise, small blends patterns. At 0 all
+            weights are equal: an update goes to the mean pattern, and the energy is its limit
+            ``|xi|^2 / 2 - <mean pattern, xi> + M^2 / 2``.
         values: ``(*sets, N, e)``, stored with the patterns and read by ``retrieve(...).value``.
 
     Raises:
-        InputError: no patterns, numbers that are not finite, beta <= 0, shapes that do not fit.
+        InputError: no patterns, numbers that are not finite, beta < 0, shapes that do not fit.
 
     >>> import torch, cumulant as cm
     >>> patterns = torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]])
@@ -156,7 +159,7 @@ class Memory:
         xi, restore, most, tol, size = store.checked("Memory.retrieve", check, Asked.facts)
 
         def update(x: Tensor) -> Tensor:
-            to = self._attend(x, self.patterns).mean()
+            to = self._update(x)
             return to if size == 1.0 else x + size * (to - x)
 
         if most == 0:
@@ -232,11 +235,18 @@ class Memory:
 
         Its weights are proportional to ``exp(beta |x_i|^2 / 2)``. The update is its EM
         (mean-shift) step, and `cumulant.dynamics.block_gibbs` draws from it.
+
+        Raises:
+            InputError: beta is 0 somewhere, where exp(-beta E) = 1 has no normalizer.
         """
         if isinstance(store := self._store, Sharded):
             raise store.refusal("mixture")
         x = self.patterns
         beta = self._beta_rows()
+        require(
+            torch.as_tensor(beta) > 0,
+            lambda: "mixture: beta must be above 0: at 0 the Gaussians have infinite variance.",
+        )
         weights = torch.log_softmax(beta * (x * x).sum(-1) / 2, -1)
         spread = (1 / beta[..., None]) if isinstance(beta, Tensor) else 1 / beta
         return GaussianMixture(x, torch.ones_like(x) * spread, weights)
@@ -349,8 +359,12 @@ class Memory:
         G = self._attend(xi, self.patterns[..., :0]).log_normalizer()
         count = torch.full_like(G[..., :1], math.log(len(self)))
         beta = torch.as_tensor(self._beta_rows(), dtype=xi.dtype, device=xi.device)
-        value = energy(xi, G, count, beta, self._store.largest_norm())
+        largest = self._store.largest_norm()
+        value = energy(xi, G, count, beta, largest, update=self._update)
         return self._within("energy", value)
+
+    def _update(self, xi: Tensor) -> Tensor:
+        return self._attend(xi, self.patterns).mean()
 
     def _index(self, xi: Tensor) -> Tensor:
         score, index = self._store.best(xi)
@@ -427,35 +441,18 @@ class _Answers:
 
     def __init__(self, memory: Memory, found: Settled, restore: Rows) -> None:
         self._memory, self._found, self._restore = memory, found, restore
-        self._versions = self._seen()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._versions = self._seen()
-
-    def _seen(self) -> dict[str, list[int]]:
-        """How often the tensors behind each field have been changed in place."""
-        memory, found = self._memory, self._found
         beta = memory.beta if isinstance(memory.beta, Tensor) else None
-        behind = {
-            "energy": (memory.patterns, beta, found.state),
-            "index": (memory.patterns, found.state),
-            "value": (memory.patterns, beta, memory.values, found.before),
-        }
-        return {
-            name: [x._version for x in tensors if x is not None and not x.is_inference()]
-            for name, tensors in behind.items()
+        self._inputs = {
+            "energy": Snapshot((memory.patterns, beta, found.state)),
+            "index": Snapshot((memory.patterns, found.state)),
+            "value": Snapshot((memory.patterns, beta, memory.values, found.before)),
         }
 
     def __call__(self, name: str) -> Tensor:
-        memory, found = self._memory, self._found
+        memory, found, inputs = self._memory, self._found, self._inputs[name]
 
         def check() -> None:
-            if self._seen()[name] != self._versions[name]:
-                raise InputError(
-                    f"{name} is computed when it is asked for, but states, patterns, values or "
-                    "beta were changed in place since: ask for it first, or clone them."
-                )
+            inputs.check(name, "states, patterns, values or beta were")
 
         memory._store.checked(f"retrieve(...).{name}", check)
         if name == "energy":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.files import whole_file
 from cumulant.errors import InputError
 
 __all__ = ["read", "write"]
@@ -20,37 +20,23 @@ _FORMAT = {"format": "cumulant.memory", "version": "1"}
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors beside the target, then move them there: a file is whole or not there."""
-    target = _path("save", path)
-    failures = (OSError, import_module("safetensors").SafetensorError)
+    """Write tensors, whole or not at all."""
     save: Any = import_module("safetensors.torch").save_file
-    part: Path | None = None
-    try:
-        if not target.parent.is_dir() or target.is_dir():
-            raise InputError(f"save: cannot write a file at {target}; is its folder there?")
-        target = target.resolve()
-        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-        save({n: x.contiguous() for n, x in tensors.items()}, str(part), metadata=_FORMAT)
-        os.replace(part, target)
-    except failures as error:
-        raise InputError(f"save: cannot write {target}: {error}.") from None
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
-
-
-def _path(owner: str, path: Any) -> Path:
-    try:
-        return Path(path)
-    except TypeError:
-        raise InputError(f"{owner}: path must be a path, not {path!r}.") from None
+    failure: Any = import_module("safetensors").SafetensorError
+    with whole_file(path) as part:
+        try:
+            save({n: x.contiguous() for n, x in tensors.items()}, str(part), metadata=_FORMAT)
+        except failure as error:  # a full disk is one, too
+            raise OSError(str(error)) from None
 
 
 def read(path: str | os.PathLike[str], device: str | torch.device) -> dict[str, Tensor]:
     """Tensors of a file that `write` made."""
     package: Any = import_module("safetensors")
-    source = _path("load", path)
+    try:
+        source = Path(path)
+    except TypeError:
+        raise InputError(f"load: path must be a path, not {path!r}.") from None
     try:
         place = torch.device(device)
         torch.empty(0, device=place)

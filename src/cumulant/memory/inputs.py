@@ -101,9 +101,9 @@ def checked(
 
 
 def inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tensor:
-    """A positive number, or a positive tensor that broadcasts to the sets of patterns."""
+    """A number >= 0, or a tensor of them that broadcasts to the sets of patterns."""
     if not isinstance(beta, Tensor):
-        return real(owner, "beta", beta, least=0.0, open_at_least=True)
+        return real(owner, "beta", beta, least=0.0)
     sets = patterns.shape[:-2]
     try:
         fits = torch.broadcast_shapes(beta.shape, sets) == sets
@@ -116,9 +116,9 @@ def inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tens
         )
     kept = beta.to(patterns.device, patterns.dtype)
     require(
-        (kept > 0) & kept.isfinite(),
+        (kept >= 0) & kept.isfinite(),
         lambda: (
-            f"{owner}: beta, an inverse temperature, must be positive and finite as {kept.dtype}."
+            f"{owner}: beta, an inverse temperature, must be finite and at least 0 as {kept.dtype}."
         ),
     )
     return kept

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
+from cumulant.core.lazy import Lazy, Snapshot, kept
 from cumulant.errors import InputError
 from cumulant.kernels.search import largest
 from cumulant.measures.checks import HALF, real, whole
@@ -38,13 +39,7 @@ class _Space:
             )
 
 
-def _versions(space: _Space, found: Settled) -> list[int]:
-    """How often the tensors behind state and energy have been changed in place."""
-    tensors = (space.stored, space.beta, found.state)
-    return [0 if x.is_inference() else x._version for x in tensors]
-
-
-class Association:
+class Association(Lazy):
     """What a Hopfield layer did; ``state`` and ``energy`` cost another pass when asked for.
 
     ============= =================================== ==========================================
@@ -62,20 +57,20 @@ class Association:
         self.output = output
         self.steps = found.steps + 1
         self.converged = found.change <= (0.0 if tol is None else tol)
-        self._versions = _versions(space, found)
+        self._inputs = Snapshot((space.stored, space.beta, found.state))
         self._space, self._found = space, found
 
-    @cached_property
+    def __repr__(self) -> str:
+        shape, rest = tuple(self.output.shape), int(self.converged.sum())
+        return f"Association(output {shape}; {rest} of {self.converged.numel()} states at rest)"
+
+    @kept
     def state(self) -> Tensor:
         """Where the last association takes the states, ``(batch, heads, L, head size)``."""
-        if _versions(self._space, self._found) != self._versions:
-            raise InputError(
-                "state and energy are computed when they are asked for, but states, patterns or "
-                "beta were changed in place since: ask for them first."
-            )
+        self._inputs.check("state", "states, patterns or beta were")
         return self._space.read(self._found.state, self._space.stored)
 
-    @cached_property
+    @kept
     def energy(self) -> Tensor:
         """The energy of `state` among the patterns it sees, ``(batch, heads, L)``, never negative;
         0 where it sees none."""
@@ -85,7 +80,9 @@ class Association:
             nothing = torch.zeros_like(state[..., :1])
             count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)
             G, log_count = a.log_normalizer, count.log_normalizer
-            return energy(state, G, log_count, s.beta[..., 0], self._largest_norm())
+            largest = self._largest_norm()
+            update = partial(s.read, value=s.stored)
+            return energy(state, G, log_count, s.beta[..., 0], largest, update=update)
 
     def _largest_norm(self) -> Tensor:
         """M over the patterns that a state sees, ``(batch, heads, L or 1)``."""
@@ -121,7 +118,8 @@ class Hopfield(nn.Module):
             not projected.
         read_size: features that each head reads; `head_size` if left out.
         output_size: `state_size` if left out.
-        beta: inverse temperature, a number or one for each head; 1/sqrt(head_size) if left out.
+        beta: inverse temperature >= 0, a number or one for each head; default 1/sqrt(head_size). A
+            head with 0 reads the mean of what it sees.
         learn_beta: make it a parameter, ``log_beta``, kept positive by its logarithm; otherwise it
             is the buffer ``fixed_beta``.
         steps: associations in all, exactly so many; with `tol` the most there may be.
@@ -233,6 +231,11 @@ class Hopfield(nn.Module):
             self.bias_value = nn.Parameter(torch.empty(self.heads, 1, self.read_size))
         self.zero_pattern = zero_pattern
         start = _per_head(me, 1 / math.sqrt(self.head_size) if beta is None else beta, self.heads)
+        if learn_beta and not bool((start > 0).all()):
+            raise InputError(
+                f"{me}: a learned beta must start above 0, because its logarithm is what is "
+                "learned: start with a small one, or leave learn_beta out."
+            )
         self.fixed_beta: Tensor | None
         self.log_beta: nn.Parameter | None
         self.register_buffer("fixed_beta", None if learn_beta else start)
@@ -441,6 +444,6 @@ def _per_head(me: str, beta: Any, heads: int) -> Tensor:
             f"{me}: beta must be a number or one for each of {heads} heads, but has shape "
             f"{tuple(x.shape)}."
         )
-    if not bool(((x > 0) & x.isfinite()).all()):
-        raise InputError(f"{me}: beta must be positive and finite.")
+    if not bool(((x >= 0) & x.isfinite()).all()):
+        raise InputError(f"{me}: beta must be finite and at least 0, but is {beta}.")
     return x.expand(heads).clone()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from cumulant.attention import attend
-from cumulant.attention.attend import Attended
+from cumulant.attention.attended import Attended
+from cumulant.core.lazy import Lazy, kept
 
 __all__ = ["Heads", "Maps", "dense", "diagonal", "low_rank"]
 
@@ -24,7 +25,7 @@ _BUDGET = 2**22  # entries of the covariances that are dense at one time, in the
 
 
 @dataclass(frozen=True)
-class Heads:
+class Heads(Lazy):
     """Queries, keys and means of the values ``(*b, H, length, d)``, and which pairs may meet.
 
     The mask is None or has at least three dimensions, heads among them; `start` is the place of
@@ -93,12 +94,12 @@ class Heads:
         log_share = torch.where(a.log_normalizer > -math.inf, exponent, -math.inf)
         return log_share.exp()[..., None] * a.mean
 
-    @cached_property
+    @kept
     def log_normalizer(self) -> Tensor:
         """G of every head and query, ``(*b, H, M)``."""
         return self.read(self.key[..., :0]).log_normalizer
 
-    @cached_property
+    @kept
     def own_weight(self) -> Tensor:
         """p^h(j|j), how much each token attends to itself, repeated over its head's features:
         ``(*b, M, E)``."""

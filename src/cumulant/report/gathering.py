@@ -15,9 +15,11 @@ from cumulant.bench.timing import machine
 from cumulant.claims.ledger import select, sources
 from cumulant.claims.record import FIGURES, Keeper
 from cumulant.claims.theory.t17 import ANSWER
+from cumulant.core.files import make_folder, write_file
 from cumulant.errors import InputError
-from cumulant.filtering.files import example_files, read_model, read_series
+from cumulant.filtering.files import example_files, read_model
 from cumulant.filtering.filters import filter
+from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize
 from cumulant.lens.examination import Examination
@@ -25,7 +27,6 @@ from cumulant.lens.examining import Progress, examine
 from cumulant.lens.models import DEMO, load
 from cumulant.lens.texts import PASSAGE_SOURCE, passage
 from cumulant.report.page import Parts
-from cumulant.writing import make_folder, whole_file
 
 __all__ = ["Tell", "finish", "gather"]
 
@@ -115,8 +116,7 @@ class _Kept:
         if name not in self.parts:
             self.parts[name] = make()
             content = {"about": self.about, "parts": self.parts}
-            with whole_file(self.path) as part:
-                part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+            write_file(self.path, json.dumps(content, allow_nan=False))
         return self.parts[name]
 
 

@@ -1,0 +1,139 @@
+"""The columns of one attention call, straight from the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cumulant.attention.inputs import Call
+from cumulant.core.lazy import Lazy, Snapshot, kept, known
+from cumulant.distributed.maps import total
+from cumulant.kernels import formulas
+from cumulant.kernels.attention import Moments, attention, expectation
+
+__all__ = ["Direct"]
+
+
+class Direct(Lazy):
+    """The source of a checked call; `Source` says what each column is."""
+
+    def __init__(self, call: Call, *, values_are_keys: bool = False) -> None:
+        self._call = call
+        self._values_are_keys = values_are_keys
+        self._inputs = Snapshot(call.arguments.values())
+
+    @property
+    def shape(self) -> torch.Size:
+        arguments = self._call.arguments
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+        size = (*batch, arguments["query"].shape[-2], arguments["value"].shape[-1])
+        return self._call.finish(torch.empty(size, device="meta")).shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.requires_grad for x in self._call.arguments.values())
+
+    def ready(self, name: str) -> None:
+        """Refuse a field of inputs that have changed since."""
+        self._inputs.check(name, "an input of attend was")
+
+    @kept
+    def _plain(self) -> Moments:
+        return attention(self._call.arguments, self._call.options)
+
+    @kept
+    def _with_entropy(self) -> Moments:
+        options = replace(self._call.options, entropy=True)
+        return attention(self._call.arguments, options)
+
+    def _moments(self) -> Moments:
+        """Mean and G as the kernels have them, from the pass for the entropy if there was one."""
+        return known(self, "_with_entropy") or self._plain
+
+    @kept
+    def mean(self) -> Tensor:
+        return self._call.finish(self._moments().mean)
+
+    @kept
+    def lowered(self) -> Tensor:
+        return self._call.finish(self._moments().log_normalizer)
+
+    @property
+    def lift(self) -> Tensor | None:
+        lift = self._call.lift
+        if lift is None:
+            return None
+        return self._call.finish(lift.expand_as(self._moments().log_normalizer))
+
+    @kept
+    def key_mean(self) -> Tensor:
+        if self._values_are_keys:
+            return self.mean
+        arguments = {**self._call.arguments, "value": self._call.arguments["key"]}
+        mean = attention(arguments, self._call.options).mean
+        batch = torch.broadcast_shapes(mean.shape[:-2], self._call.arguments["value"].shape[:-2])
+        return self._call.finish(mean.expand(*batch, *mean.shape[-2:]))
+
+    @kept
+    def entropy(self) -> Tensor:
+        if known(self, "_plain") is None:
+            done = self._with_entropy
+        else:  # mean and G are there already
+            arguments = self._call.arguments
+            without = {**arguments, "value": arguments["value"][..., :0]}
+            done = attention(without, replace(self._call.options, entropy=True))
+        if done.entropy is None:
+            raise RuntimeError("the kernel was asked for the entropy and did not return it")
+        return self._call.finish(done.entropy)
+
+    def _with_normalizer(self) -> dict[str, Tensor]:
+        arguments = {n: x for n, x in self._call.arguments.items() if n != "value"}
+        return {**arguments, "log_normalizer": self._moments().log_normalizer}
+
+    @kept
+    def _score_mean(self) -> Tensor:
+        given, options = self._with_normalizer(), self._call.options
+        return expectation(formulas.score_mean, "score_mean", given, options)
+
+    @property
+    def score_mean(self) -> Tensor:
+        return self._call.finish(self._score_mean)
+
+    @kept
+    def score_variance(self) -> Tensor:
+        given = {**self._with_normalizer(), "score_mean": self._score_mean}
+        options = self._call.options
+        out = expectation(formulas.score_variance, "score_variance", given, options)
+        return self._call.finish(out)
+
+    @kept
+    def value_moments(self) -> Tensor:
+        # E[v^2] - E[v]^2 cancels where a row is peaked: double precision, and values relative to
+        # a typical output. Values that are not finite count where they made the mean NaN.
+        arguments, mean = self._call.arguments, self._moments().mean
+        wide = torch.float32 if mean.device.type == "mps" else torch.float64
+        value = arguments["value"].to(wide)
+        center = _typical(mean.to(wide), value)
+        if (ring := self._call.options.ring) is not None:  # values meet queries of other ranks
+            center = center + value.new_zeros(*value.shape[:-2], 1, value.shape[-1])
+            center = total(center, ring.ranks) / ring.ranks.size
+        value = torch.where(value.isfinite(), value, 0.0) - center
+        features = value.shape[-1]
+        given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
+        given["value"] = torch.cat([value, value * value], -1)
+        both, normalizer, _ = attention(given, self._call.options)
+        variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
+        return self._call.finish(
+            torch.cat([both[..., :features] + center, variance, normalizer], -1)
+        )
+
+
+def _typical(mean: Tensor, value: Tensor) -> Tensor:
+    """The median over queries of E[v], in the batch of the values; a constant."""
+    center = mean.detach()
+    for dim in range(center.ndim - 1):
+        if center.shape[dim] and (value.shape[dim] == 1 or dim == center.ndim - 2):
+            center = center.nanmedian(dim, keepdim=True).values
+    return center.nan_to_num(0.0, 0.0, 0.0) if center.shape[-2] == 1 else center.new_zeros(1)

@@ -1,0 +1,221 @@
+"""`merge`: results over disjoint key sets brought together, as sharded keys are too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.attention.attended import Attended, Settled, Source, column_of
+from cumulant.core.lazy import Lazy, Mode, kept, known
+from cumulant.errors import InputError
+from cumulant.kernels.merge import HERE, Parts, Pool
+
+__all__ = ["Joined", "merge"]
+
+# How many parts a stream without gradients holds on to before it turns them into numbers. Settling
+# computes every field, also those that nobody asked for, so it does not happen at every step.
+_PARTS = 32
+
+
+class _Pooled(NamedTuple):
+    """Key sets and their shares of the mass; `lift` stays out, because it is common to all."""
+
+    sets: tuple[Source, ...]
+    pool: Pool
+    lift: Tensor | None
+
+
+class Joined(Lazy):
+    """The columns of all key sets together, from those of the sets at hand (THEORY T1, T7).
+
+    Attributes:
+        sets: what columns are joined from.
+        leaves: the sources behind them that are not joined themselves.
+    """
+
+    def __init__(self, sets: Sequence[Source], parts: Parts = HERE, *, lifted: bool = True) -> None:
+        """`lifted` says that something may have been taken off the scores of some set."""
+        self.sets = tuple(sets)
+        self.leaves: tuple[Source, ...] = tuple(leaf for x in sets for leaf in _leaves(x))
+        self.requires_grad = any(x.requires_grad for x in sets)
+        self._parts = parts
+        self._lifted = lifted
+
+    def flatten(self) -> None:
+        """Let go of the joins behind this one; columns that are known stay known."""
+        self.sets = self.leaves
+        for key in [key for key in self._kept if key[0] == "_pooled"]:
+            self._kept.pop(key, None)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.sets[0].shape
+
+    def ready(self, name: str) -> None:
+        """Ask each of the sets, unless the column is known."""
+        if known(self, column_of(name)) is None:
+            for each in self.sets:
+                each.ready(name)
+
+    def _pool_of(self, sets: tuple[Source, ...], normalizers: Sequence[Tensor]) -> _Pooled:
+        if not self._lifted:
+            return _Pooled(sets, Pool(normalizers, self._parts), None)
+        lifts = [
+            torch.zeros_like(lowered) if each.lift is None else each.lift
+            for each, lowered in zip(sets, normalizers, strict=True)
+        ]
+        own = [
+            lift.masked_fill(lowered == -math.inf, -math.inf)
+            for lift, lowered in zip(lifts, normalizers, strict=True)
+        ]
+        lift = self._parts.largest(own)
+        lift = lift.masked_fill(lift == -math.inf, 0.0)
+        common = [G + (x - lift) for G, x in zip(normalizers, own, strict=True)]
+        return _Pooled(sets, Pool(common, self._parts), self._parts.own(lift))
+
+    @kept
+    def _pooled(self) -> _Pooled:
+        sets = self.sets
+        return self._pool_of(sets, [each.lowered for each in sets])
+
+    @kept
+    def lowered(self) -> Tensor:
+        return self._pooled.pool.log_normalizer()
+
+    @kept
+    def lift(self) -> Tensor | None:
+        return self._pooled.lift
+
+    def _mixed(self, pool: Pool, columns: Sequence[Tensor]) -> Tensor:
+        """sum_a w_a x_a. The mass comes in the same sum, and with it what the next merge needs."""
+        mean = pool.mean(columns)
+        _ = self.lowered, self.lift
+        return mean
+
+    @kept
+    def mean(self) -> Tensor:
+        sets, pool, _ = self._pooled
+        return self._mixed(pool, _one_width("mean", [x.mean for x in sets]))
+
+    @kept
+    def key_mean(self) -> Tensor:
+        sets, pool, _ = self._pooled
+        return self._mixed(pool, _one_width("key_mean", [x.key_mean for x in sets]))
+
+    @kept
+    def entropy(self) -> Tensor:
+        for each in self.sets:
+            _ = each.entropy  # first: it brings G and the mean with it
+        sets, pool, _ = self._pooled
+        return pool.entropy(self._mixed(pool, pool.surprises([x.entropy for x in sets])))
+
+    @kept
+    def score_mean(self) -> Tensor:
+        sets, pool, _ = self._pooled
+        return self._mixed(pool, [x.score_mean for x in sets])
+
+    @kept
+    def score_variance(self) -> Tensor:
+        sets, pool, _ = self._pooled
+        pairs = [(x.score_mean, x.score_variance) for x in sets]
+        return pool.variance(self.score_mean, pairs)
+
+    @kept
+    def value_moments(self) -> Tensor:
+        sets = self.sets
+        own = _one_width("value_variance", [each.value_moments for each in sets])
+        width = own[0].shape[-1] // 2
+        pairs = [(x[..., :width], x[..., width:-1]) for x in own]
+        # Shares as precise as the moments.
+        pool = self._pool_of(sets, [x[..., -1:] for x in own]).pool
+        center = pool.mean([m for m, _ in pairs])
+        return torch.cat([center, pool.variance(center, pairs), pool.log_normalizer()], -1)
+
+
+def _one_width(name: str, columns: list[Tensor]) -> list[Tensor]:
+    shapes = [tuple(x.shape) for x in columns]
+    for shape in shapes:
+        if shape != shapes[0]:
+            raise InputError(
+                f"merge: {name} has shape {shapes[0]} in one result and {shape} in another; attend "
+                "all of them with values of one width."
+            )
+    return columns
+
+
+def _leaves(source: Source) -> tuple[Source, ...]:
+    return source.leaves if isinstance(source, Merged) else (source,)
+
+
+class Merged(Joined):
+    """Key sets that are all at hand. A chain of merges stays flat, whatever its length.
+
+    The result before the last is asked for what it knows already, so a step of a stream costs the
+    same however long the stream is. It knows nothing of the merges behind it: a column that it was
+    never asked for comes from the leaves.
+    """
+
+    def __init__(self, sets: Sequence[Source]) -> None:
+        super().__init__([_cut(x) for x in sets])
+
+
+def _cut(source: Source) -> Source:
+    """The source without what lies behind it; of a long stream without gradients, its numbers."""
+    if not isinstance(source, Merged):
+        return source
+    source.flatten()
+    recorded = torch.is_grad_enabled() and source.requires_grad
+    if len(source.leaves) > _PARTS and source._kept and not recorded and Mode.now().plain:
+        return Settled.of(source)
+    return source
+
+
+def merge(first: Attended, *others: Attended) -> Attended:
+    """Join results of the same queries over disjoint key sets, exactly (THEORY T1, T7).
+
+    A key lies in set a with probability e^(G_a - G), G = log sum_a e^G_a; means mix, entropies add
+    by the chain rule, variances by the law of total variance. A KV-cache in chunks, shards of keys
+    and streaming are all this.
+
+    A stream can be any length: ``total = merge(total, part)`` costs the same at every step once
+    fields of ``total`` are in use, in time and, where no gradient is recorded, in memory.
+
+    Args:
+        first: a result of `attend`.
+        others: further results of `attend` for the same queries; no key may be in two of them.
+
+    Returns:
+        Attended: as if all keys had been attended at once, each field joined when asked for.
+
+    Raises:
+        InputError: these are not results for the same queries, or their values differ in width.
+
+    >>> import torch, cumulant as cm
+    >>> q, k, v = torch.randn(4, 8), torch.randn(10, 8), torch.randn(10, 3)
+    >>> parts = cm.merge(cm.attend(q, k[:6], v[:6]), cm.attend(q, k[6:], v[6:]))
+    >>> whole = cm.attend(q, k, v)
+    >>> torch.allclose(parts.mean, whole.mean, atol=1e-6)
+    True
+    >>> torch.allclose(parts.entropy, whole.entropy, atol=1e-6)
+    True
+    """
+    results = (first, *others)
+    for part in results:
+        if not isinstance(part, Attended):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"merge joins results of attend, not a {type(part).__name__}.")
+    shapes = [tuple(x._source.shape[:-1]) for x in results]
+    for shape in shapes:
+        if shape != shapes[0]:
+            raise InputError(
+                "merge joins results of the same queries over different keys; their "
+                f"log-normalizers must have one shape, but these have {shapes[0]} and {shape}."
+            )
+    kinds = {x._dtype for x in results}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(map(str, kinds)))
+        raise InputError(f"merge joins results of one dtype, not of {found}.")
+    return Attended(Merged([x._source for x in results]), first._dtype)

@@ -1,0 +1,1 @@
+"""What every room needs and nobody should write twice."""

@@ -1,0 +1,412 @@
+"""The one owner of whatever the library changes, for a while, in torch and in other packages.
+
+A `Scope` is a context manager made of *effects*, each of which can be put in and taken out again:
+
+- `Handler`: a function of a module or class, say ``F.layer_norm``, goes through our handler first;
+- `Hook`: a function that runs before or after a module's forward pass;
+- `Setting`: an attribute that has another value;
+- `Afterwards`: a call at the end.
+
+What is guaranteed:
+
+- *Any order.* Scopes may be entered and left in any order, in any thread, in any task. To leave is
+  to remove one's own effects. With the last handler gone, the very object that we found is back.
+- *Composition.* Calls pass the observers first, then the replacements, each kind from the last
+  entered to the first, and then what we found: an observer sees what a replacement answers.
+- *Contexts.* A replacement acts in the context (thread, asyncio task) that entered it, and in tasks
+  made inside; a thread started inside sees torch's own. An observer also sees every other thread,
+  because a model under observation may run in any; it does not see other tasks of its own thread.
+- *Other people's patches.* We call what stood there when we came. What somebody puts on top of us
+  stays when we leave; underneath, our stand-in then only calls what it found. If it comes to light
+  again, it removes itself when it is next called, entered or left.
+- *Interrupts.* Ctrl-C while entering, inside or leaving leaves nothing behind. There is one gap
+  that Python cannot close: before the first instruction of ``__exit__`` (and in what other context
+  managers do around ours). Then everything is undone when the exception's traceback is released,
+  because nothing refers to the scope any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
+from contextvars import ContextVar, copy_context
+from functools import partial, wraps
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch.nn.functional as F
+from torch import nn
+
+from cumulant.errors import InputError
+
+__all__ = ["Afterwards", "Begun", "Effect", "Handler", "Hook", "Scope", "Setting", "Token"]
+
+T = TypeVar("T")
+_lock = threading.RLock()  # re-entrant: a signal handler, or a scope that dies, may leave meanwhile
+
+
+class Effect(Protocol):
+    """Something that `Scope` puts in and takes out. Both may be called again when interrupted."""
+
+    def put(self, token: Token) -> None: ...
+
+    def take(self) -> None: ...
+
+
+class Begun(NamedTuple, Generic[T]):
+    """What a scope is made of: what ``as`` binds, its effects, a check after leaving normally."""
+
+    result: T
+    effects: Sequence[Effect]
+    check: Callable[[], None] = lambda: None
+
+
+class Scope(ContextDecorator, Generic[T]):
+    """A context manager whose effects come off again, whatever happens; also a decorator.
+
+    Args:
+        begin: called at each entering; it must change nothing by itself.
+    """
+
+    def __init__(self, begin: Callable[[], Begun[T]]) -> None:
+        self._begin = begin
+        self._entered: tuple[Token, Begun[T]] | None = None
+
+    def _recreate_cm(self) -> Scope[T]:  # ContextDecorator: each call has a scope of its own
+        return Scope(self._begin)
+
+    def __enter__(self) -> T:
+        if self._entered is not None:
+            raise InputError("This context was entered before: make a new one for each `with`.")
+        begun = self._begin()
+        try:
+            token = Token(self, begun.effects)
+            self._entered = token, begun
+            _tokens.set(_tokens.get() | {token})
+            for effect in begun.effects:
+                effect.put(token)
+            return begun.result
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, kind: Any = None, *_: object) -> None:
+        try:
+            check = self._leave()
+        except BaseException:
+            self._leave()
+            raise
+        if kind is None:
+            check()
+
+    def _leave(self) -> Callable[[], None]:
+        if self._entered is None:
+            return lambda: None
+        token, begun = self._entered
+        token.undo()
+        self._entered = None
+        return begun.check
+
+
+class Token:
+    """Stands for one entered scope in all its effects, which act as long as it is alive.
+
+    It refers to its scope weakly. A scope that dies without having been left is undone then; one
+    that was left has no such reference any more, so that its end runs no code.
+    """
+
+    def __init__(self, scope: Scope[Any], effects: Sequence[Effect]) -> None:
+        self._effects = effects
+        self._live = True
+        self._thread = _thread.key
+        self._scope: weakref.ref[Scope[Any]] | None = weakref.ref(scope, lambda _: self.undo())
+
+    @property
+    def alive(self) -> bool:
+        return self._live and self._scope is not None and self._scope() is not None
+
+    @property
+    def reaches(self) -> bool:
+        """Whether an observer sees what runs here: its own context, and all other threads."""
+        return self.alive and (self._thread is not _thread.key or self in _tokens.get())
+
+    def undo(self) -> None:
+        self._live = False  # from here on no effect acts; the rest is tidying
+        for effect in reversed(self._effects):
+            effect.take()
+        _tokens.set(frozenset(t for t in _tokens.get() if t.alive))
+        self._scope, self._effects = None, ()
+
+
+class _Thread(threading.local):
+    """Tells threads apart; their numbers are used again."""
+
+    def __init__(self) -> None:
+        self.key = object()
+
+
+_thread = _Thread()
+_tokens: ContextVar[frozenset[Token]] = ContextVar("cumulant_tokens", default=frozenset())
+
+
+class Afterwards:
+    """A call at the end; it may be made twice.
+
+    Args:
+        call: what to do.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def put(self, token: Token) -> None:
+        pass
+
+    def take(self) -> None:
+        self.call()
+
+
+# --------------------------------------------------------------------------------------- attributes
+
+
+class _Patch:
+    """An attribute `name` that `owner` defines itself stands for something else."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        if name not in vars(owner):
+            raise InputError(
+                f"Only what a module or class defines itself can be intercepted, but "
+                f"{getattr(owner, '__name__', owner)} has no {name!r} of its own. Name the owner."
+            )
+        self.owner, self.name = owner, name
+        self.token: Token | None = None
+        self.place: _Place | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.token is not None and self.token.alive
+
+    def put(self, token: Token) -> None:
+        self.token = token
+        with _lock:
+            self.place = _place_of(self)
+            self.place.hold(self)
+
+    def take(self) -> None:
+        with _lock:
+            if self.place is not None:
+                self.place.hold(None)
+                self.place = None
+
+    def stand_in(self, place: _Place) -> Any:
+        raise NotImplementedError
+
+
+class Setting(_Patch):
+    """An attribute that has another value as long as anybody wants it; the same for all.
+
+    Args:
+        owner: a module or class.
+        name: of the attribute.
+        value: what it is meanwhile.
+    """
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        super().__init__(owner, name)
+        self.value = value
+
+    def stand_in(self, place: _Place) -> Any:
+        return self.value
+
+
+class Handler(_Patch):
+    """``call(next, *args, **kwargs)`` in place of a function; it may call `next`, or answer.
+
+    Args:
+        owner: a module or class.
+        name: of a function that it defines.
+        call: the handler.
+        observes: it runs before all replacements and in all threads; it should call `next`.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, call: Callable[..., Any], *, observes: bool = False
+    ) -> None:
+        super().__init__(owner, name)
+        self.call = call
+        self.observes = observes
+
+    def put(self, token: Token) -> None:
+        super().put(token)
+        if self.place is not None and not self.observes:
+            here = _alive(_replacements.get())
+            _replacements.set({**here, self.place: (self, *(here.get(self.place) or ()))})
+
+    def take(self) -> None:
+        super().take()
+        _replacements.set(_alive(_replacements.get()))
+
+    def stand_in(self, place: _Place) -> Any:
+        @wraps(place.found, updated=())
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return place.call(args, kwargs)
+
+        setattr(stand_in, "_cumulant_place", place)  # noqa: B010
+        return stand_in
+
+
+class _Place:
+    """An attribute that we hold: what we found there, what we put there, and for whom."""
+
+    def __init__(self, patch: _Patch) -> None:
+        self.owner, self.name = patch.owner, patch.name
+        self.found = vars(patch.owner)[patch.name]
+        self.holders: tuple[_Patch, ...] = ()
+        self.observers: tuple[Handler, ...] = ()
+        self.ours = patch.stand_in(self)
+
+    def hold(self, new: _Patch | None) -> None:
+        """Stand here for another patch as well, and no longer for those whose scope was left."""
+        self.holders = tuple(x for x in (new, *self.holders) if x is not None and x.alive)
+        self.observers = tuple(x for x in self.holders if isinstance(x, Handler) and x.observes)
+        if self.holders and vars(self.owner)[self.name] is self.found:
+            setattr(self.owner, self.name, self.ours)
+        _tidy(self.owner, self.name)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The observers, the replacements of this context, and what we found."""
+        here = _replacements.get().get(self, ())
+        if here is None or not (here or self.observers):  # the usual case elsewhere: be quick
+            if not self.holders:
+                self._remove()
+            return self._bottom(args, kwargs)
+        chain = [x.call for x in self.observers if x.token is not None and x.token.reaches]
+        chain += [x.call for x in here if x.alive]
+        if not chain:
+            self._remove()
+        function = partial(_found, self)
+        for call in reversed(chain):
+            function = partial(call, function)
+        return function(*args, **kwargs)
+
+    def _remove(self) -> None:
+        """Go, if an interrupt left us here, or another who found us here has put us back."""
+        with _lock:
+            _tidy(self.owner, self.name)
+
+    def _bottom(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.owner is F and self.name == "scaled_dot_product_attention":
+            mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            # torch's causal bias compares the function it is given to with what has its name now.
+            # What it calls in turn has passed the handlers already.
+            if hasattr(mask, "variant"):
+                return copy_context().run(_past_handlers, self, type(mask), args, kwargs)
+        return self.found(*args, **kwargs)
+
+
+def _found(place: _Place, *args: Any, **kwargs: Any) -> Any:
+    return place._bottom(args, kwargs)
+
+
+def _past_handlers(place: _Place, kind: Any, args: Any, kwargs: Any) -> Any:
+    _replacements.set({**_replacements.get(), place: None})
+    named = getattr(place.owner, place.name)
+    return kind.__torch_function__(named, (kind,), args, kwargs)
+
+
+# By place: the handlers of this context, the last entered first; None if a call has passed them.
+_replacements: ContextVar[Mapping[_Place, tuple[Handler, ...] | None]] = ContextVar(
+    "cumulant_replacements",
+    default=MappingProxyType({}),
+)
+
+
+_places: dict[tuple[Any, str], _Place] = {}  # the last of each target
+
+
+def _standing(owner: Any, name: str) -> _Place | None:
+    """The place whose stand-in has the name now."""
+    value = vars(owner)[name]
+    marked = getattr(value, "_cumulant_place", None)  # wrappers copy marks: ask whose it is
+    for place in (marked, _places.get((owner, name))):
+        if isinstance(place, _Place) and place.ours is value:
+            return place
+    return None
+
+
+def _place_of(patch: _Patch) -> _Place:
+    """Where we stand or last stood, or a new place on top of what stands there now."""
+    place = _standing(patch.owner, patch.name)
+    if place is None:
+        place = _places.get((patch.owner, patch.name))
+        if place is None or place.found is not vars(patch.owner)[patch.name]:
+            place = _places[patch.owner, patch.name] = _Place(patch)
+    return place
+
+
+def _tidy(owner: Any, name: str) -> None:
+    """Remove stand-ins that nobody wants; beneath one there may be another."""
+    while (place := _standing(owner, name)) and not any(x.alive for x in place.holders):
+        setattr(owner, name, place.found)
+
+
+def _alive(
+    handlers: Mapping[_Place, tuple[Handler, ...] | None],
+) -> Mapping[_Place, tuple[Handler, ...] | None]:
+    kept = {
+        place: None if calls is None else tuple(x for x in calls if x.alive)
+        for place, calls in handlers.items()
+    }
+    return {place: calls for place, calls in kept.items() if calls != ()}
+
+
+# ------------------------------------------------------------------------------------------ modules
+
+
+class Hook:
+    """A hook of one module, before or after its forward pass, with its keyword arguments.
+
+    Args:
+        module: whose.
+        call: ``call(module, args, kwargs)`` before; ``call(module, args, kwargs, output)`` after.
+        after: also if the forward pass raised; `output` is then None.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., None], *, after: bool) -> None:
+        self.module = module
+        self.call = call
+        self.after = after
+        self.token: Token | None = None
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        """A copied module has our hook too; `call` is told which module runs."""
+        return self
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if self.token is None:
+            return
+        if self.token.reaches:
+            self.call(module, *given)
+        elif not self.token.alive:
+            self._drop(module)
+
+    def put(self, token: Token) -> None:
+        if self.after:
+            self.module.register_forward_hook(self, with_kwargs=True, always_call=True)
+        else:
+            self.module.register_forward_pre_hook(self, with_kwargs=True)
+        self.token = token  # last: in another thread the hook may run half registered
+
+    def take(self) -> None:
+        self._drop(self.module)
+
+    def _drop(self, module: nn.Module) -> None:
+        """By identity: an interrupt may have come before torch handed out its handle."""
+        kind = "_forward_hooks" if self.after else "_forward_pre_hooks"
+        hooks = vars(module)[kind]
+        for key in [key for key, hook in tuple(hooks.items()) if hook is self]:
+            for rest in ("_with_kwargs", "_always_called"):
+                vars(module).get(kind + rest, {}).pop(key, None)
+            hooks.pop(key, None)

@@ -1,0 +1,167 @@
+"""Fields that are computed when asked for, and kept for whoever asks in the same mode.
+
+A tensor belongs to the mode it was made in: under ``torch.no_grad`` it has no gradient, in a
+functorch transform it is wrapped for that level, in inference mode autograd may not record it. So a
+kept value is handed out only where a fresh one would come out the same. Nothing is locked: two
+threads that ask at once both compute, and each gets a right answer without waiting for the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
+
+import torch
+import torch.autograd.forward_ad
+from torch import Tensor
+
+from cumulant.eager import eager
+from cumulant.errors import InputError
+
+__all__ = ["Lazy", "Mode", "Snapshot", "kept", "known"]
+
+_T = TypeVar("_T")
+
+# The number of nested transforms of torch.func around us; torch has no public name for it.
+_transforms: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Mode(NamedTuple):
+    """Everything about the surroundings of a computation that its result depends on."""
+
+    grad: bool
+    inference: bool
+    transforms: int
+    dual_level: int
+    autocast: tuple[torch.dtype | None, ...]
+
+    @classmethod
+    def now(cls) -> Mode:
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            transforms=_transforms() or 0,
+            dual_level=torch.autograd.forward_ad._current_level,
+            autocast=tuple(
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in ("cpu", "cuda")
+            ),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether reverse mode is the only derivative that anyone can be taking."""
+        return self.transforms == 0 and self.dual_level < 0 and not self.inference
+
+
+class Lazy:
+    """Base of objects with `kept` fields; remembers the mode the object was made in.
+
+    An object made under ``torch.no_grad`` has no gradients, wherever its fields are asked for. A
+    pickled or deeply copied object holds numbers: its gradients end there.
+    """
+
+    _made: Mode
+    _kept: dict[tuple[str, Mode], Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "_made", Mode.now())  # also where dataclasses are frozen
+        object.__setattr__(self, "_kept", {})
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: _numbers(x) for n, x in vars(self).items() if n not in ("_made", "_kept")}
+
+
+def _numbers(x: Any) -> Any:
+    """The same without the graphs of its tensors, which can neither be copied nor pickled."""
+    if isinstance(x, Tensor):
+        return x.detach() if x.grad_fn is not None else x
+    if isinstance(x, dict):
+        return {n: _numbers(y) for n, y in cast(dict[Any, Any], x).items()}
+    if isinstance(x, list | tuple):
+        items = [_numbers(y) for y in cast(Iterable[Any], x)]
+        named = hasattr(cast(Any, x), "_fields")
+        return type(cast(Any, x))(*items) if named else type(cast(Any, x))(items)
+    if type(x).__module__.startswith("cumulant.") and hasattr(x, "__dict__"):
+        out = copy.copy(x)
+        vars(out).update({n: _numbers(y) for n, y in vars(x).items()})
+        return out
+    return x
+
+
+if TYPE_CHECKING:
+    kept = property
+else:
+
+    class kept:  # noqa: N801  (a decorator, like property)
+        """A property that is computed once for each mode it is asked for in.
+
+        Inside a transform of ``torch.func``, only objects made in that same transform keep
+        anything: levels are numbered, and the next transform to run gets the same number.
+        """
+
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self.func = compute  # as functools.cached_property calls it
+            self._name = compute.__name__
+            self.__doc__ = compute.__doc__
+
+        def __get__(self, owner: Lazy | None, kind: Any) -> Any:
+            return self if owner is None else _fetch(owner, self._name, self.func)
+
+
+def known(owner: Lazy, name: str) -> Any:
+    """What `owner` keeps of a field in the present mode; None if it would have to be computed."""
+    return owner._kept.get((name, _key(owner)))
+
+
+def _key(owner: Lazy) -> Mode:
+    now = Mode.now()
+    return now._replace(grad=now.grad and owner._made.grad)
+
+
+_NOTHING: Any = object()
+
+
+@eager
+def _fetch(owner: Lazy, name: str, compute: Callable[[Any], _T]) -> _T:
+    key = _key(owner)
+    value = owner._kept.get((name, key), _NOTHING)
+    if value is not _NOTHING:
+        return value
+    value = _detached(owner, name, key)
+    if value is _NOTHING:
+        with torch.set_grad_enabled(key.grad):
+            value = compute(owner)
+    if key.transforms == owner._made.transforms:
+        owner._kept[name, key] = value
+    return cast(_T, value)
+
+
+def _detached(owner: Lazy, name: str, key: Mode) -> Any:
+    """A value known with its gradient serves where none is recorded; `detach` drops tangents."""
+    if key.grad or not key.plain:
+        return _NOTHING
+    value = owner._kept.get((name, key._replace(grad=True)), _NOTHING)
+    return value.detach() if isinstance(value, Tensor) else _NOTHING
+
+
+class Snapshot:
+    """Tensors as they are now, to notice later that one was changed in place."""
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        self._tensors = [x for x in tensors if x is not None and not x.is_inference()]
+        self._versions = [x._version for x in self._tensors]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Snapshot, (self._tensors,)  # copies of the tensors count their changes anew
+
+    def check(self, name: str, inputs: str) -> None:
+        """Refuse to compute the field `name` if one of its inputs has been changed since."""
+        if [x._version for x in self._tensors] != self._versions:
+            raise InputError(
+                f"{name} is computed when it is asked for, but {inputs} changed in place before "
+                "that: ask for it first, or pass a clone of what you change."
+            )
