@@ -8,7 +8,7 @@ import math
 import torch
 from torch.func import jvp, vjp
 
-from cumulant.kernels.dense import dense_attention
+from dense import dense_attention
 
 FIELDS = (
     "mean",

@@ -15,7 +15,7 @@ from cumulant.attention import (
     scaled_dot_product_attention,
     sdpa_replaced,
 )
-from cumulant.errors import ConvergenceError, GroupError, InputError
+from cumulant.core.errors import ConvergenceError, GroupError, InputError
 from cumulant.measures import (
     Bernoulli,
     Beta,
@@ -42,7 +42,6 @@ from cumulant.measures import (
 
 if TYPE_CHECKING:
     from cumulant import (
-        claims,
         contrastive,
         derivatives,
         distributed,
@@ -84,7 +83,6 @@ __all__ = [
     "attend",
     "attend_packed",
     "check_derivatives",
-    "claims",
     "contrastive",
     "derivatives",
     "differentiable",
@@ -106,7 +104,7 @@ __all__ = [
 # The parts that stand on attention and measures are imported when they are first asked for, so that
 # whoever wants a derivative of attention does not wait for filters.
 _PARTS = (
-    *("claims", "contrastive", "derivatives", "distributed", "dynamics"),
+    *("contrastive", "derivatives", "distributed", "dynamics"),
     *("filtering", "lens", "memory", "nn"),
 )
 _NAMES = {
@@ -116,12 +114,17 @@ _NAMES = {
     "differentiable": "derivatives",
 }
 
+# Names that moved. Asking for the old one says where the new one is.
+_MOVED = {"claims": "cumulant.lab.claims"}
+
 
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return import_module(f"cumulant.{name}")
     if name in _NAMES:
         return getattr(import_module(f"cumulant.{_NAMES[name]}"), name)
+    if name in _MOVED:
+        raise AttributeError(f"cumulant.{name} is now {_MOVED[name]}")
     raise AttributeError(f"module 'cumulant' has no attribute {name!r}")
 
 

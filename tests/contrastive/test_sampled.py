@@ -1,4 +1,4 @@
-"""Losses that sample: each is tested for what it estimates (THEORY T24)."""
+"""Losses that sample: each is tested for what it estimates (docs/theory.md, T24)."""
 
 from __future__ import annotations
 

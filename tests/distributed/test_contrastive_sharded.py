@@ -7,8 +7,8 @@ import torch
 
 import cumulant as cm
 from cumulant.contrastive import info_nce, nt_xent
+from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed import total
-from cumulant.errors import GroupError, InputError
 
 # How many anchors and keys each rank has.
 COUNTS = {1: [9], 2: [4, 5], 3: [6, 0, 3], 4: [2, 3, 1, 3]}

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import cumulant as cm
 from crew import environment, free_port
 from cumulant.contrastive import info_nce
+from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed import Ranks, ShardedKeys
-from cumulant.errors import GroupError, InputError
 
 TIMEOUT = 10.0  # of the groups
 AT_ONCE = 5.0  # what a closed connection may take on a busy machine

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cumulant as cm
+from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed import ShardedKeys, total
-from cumulant.errors import GroupError, InputError
 
 KEYS = {1: [10], 2: [4, 6], 3: [7, 0, 3], 4: [2, 3, 1, 4]}
 QUERIES = {1: [5], 2: [3, 2], 3: [2, 3, 0], 4: [1, 1, 2, 1]}

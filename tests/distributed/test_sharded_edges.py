@@ -10,8 +10,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import cumulant as cm
 from cumulant.contrastive import info_nce
+from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed import Ranks, ShardedKeys, gather, spread, total, traffic
-from cumulant.errors import GroupError, InputError
 
 
 def draw(*shape, seed, dtype=torch.float64):

@@ -1,4 +1,4 @@
-"""Hopfield networks: energy, bounds, capacity, density, classes (THEORY T19-T22, T33)."""
+"""Hopfield networks: energy, bounds, capacity, density, classes (docs/theory.md, T19-T22, T33)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from toy_texts import toy_model, toy_sentences, toy_tokenizer
 
 import cumulant as cm
+from cumulant.core.errors import GroupError
 from cumulant.distributed.ranks import Ranks
-from cumulant.errors import GroupError
 
 examining = import_module("cumulant.lens.examining")
 shards = import_module("cumulant.lens.shards")

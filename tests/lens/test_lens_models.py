@@ -228,7 +228,7 @@ def test_kernels_named_in_a_configuration_are_not_fetched(folder):
 
 ASK = """
 import sys, time
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.models import load
 import transformers
 start = time.monotonic()

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import cumulant as cm
 from browser import CONTRAST, Browser, keep
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report import ReportData, render
 from report_data import HOSTILE, made_up

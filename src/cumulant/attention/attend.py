@@ -25,7 +25,9 @@ def attend(
     enable_gqa: bool = False,
     window: Window | None = None,
 ) -> Attended:
-    """Attention with its calculus: G, mean, entropy, variances, every derivative (THEORY T1, T12).
+    """Attention with its calculus: G, mean, entropy, variances, every derivative.
+
+    See docs/theory.md, T1, T12.
 
     p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i): a measure over keys tilted by the query.
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept
-from cumulant.errors import InputError
 
 __all__ = ["FIELDS", "Attended", "Settled", "Source", "column_of"]
 
@@ -71,7 +71,7 @@ def column_of(field: str) -> str:
 class Attended(Lazy):
     """The tilted measure over keys, one per query: fields are computed when asked for, and kept.
 
-    With p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i) (THEORY T1, T7, T12):
+    With p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i) (docs/theory.md, T1, T7, T12):
 
     ================== ================== =========================================================
     field              shape              what it is

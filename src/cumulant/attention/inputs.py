@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.kernels.attention import Options
 from cumulant.kernels.tiles import Band
 

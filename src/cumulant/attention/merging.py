@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.attended import Attended, Settled, Source, column_of
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept, known
-from cumulant.errors import InputError
 from cumulant.kernels.merge import HERE, Parts, Pool
 
 __all__ = ["Joined", "merge"]
@@ -30,7 +30,9 @@ class _Pooled(NamedTuple):
 
 
 class Joined(Lazy):
-    """The columns of all key sets together, from those of the sets at hand (THEORY T1, T7).
+    """The columns of all key sets together, from those of the sets at hand.
+
+    See docs/theory.md, T1, T7.
 
     Attributes:
         sets: what columns are joined from.
@@ -175,7 +177,7 @@ def _cut(source: Source) -> Source:
 
 
 def merge(first: Attended, *others: Attended) -> Attended:
-    """Join results of the same queries over disjoint key sets, exactly (THEORY T1, T7).
+    """Join results of the same queries over disjoint key sets, exactly (docs/theory.md, T1, T7).
 
     A key lies in set a with probability e^(G_a - G), G = log sum_a e^G_a; means mix, entropies add
     by the chain rule, variances by the law of total variance. A KV-cache in chunks, shards of keys

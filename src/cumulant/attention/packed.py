@@ -12,8 +12,8 @@ from torch import Tensor
 from cumulant.attention.attend import attend
 from cumulant.attention.attended import Attended, Source
 from cumulant.attention.inputs import Window
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
-from cumulant.errors import InputError
 
 __all__ = ["attend_packed"]
 

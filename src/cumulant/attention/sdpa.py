@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cumulant.attention.inputs import prepare
 from cumulant.attention.packed import attend_packed
+from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Handler, Scope
-from cumulant.errors import InputError
 from cumulant.kernels.attention import attention
 
 __all__ = ["replacements", "scaled_dot_product_attention", "sdpa_replaced"]
@@ -28,7 +28,9 @@ def scaled_dot_product_attention(
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` with every derivative (THEORY T12).
+    """``torch.nn.functional.scaled_dot_product_attention`` with every derivative.
+
+    See docs/theory.md, T12.
 
     Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
     torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of

@@ -12,11 +12,11 @@ from cumulant.attention.attended import Attended
 from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call, Shard, prepare
 from cumulant.attention.merging import Joined
+from cumulant.core.eager import eager
+from cumulant.core.errors import InputError
 from cumulant.distributed.maps import gather_rows, spread
 from cumulant.distributed.ranks import Ranks, as_fact, describe, grad_mode, packed
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
-from cumulant.eager import eager
-from cumulant.errors import InputError
 from cumulant.kernels.merge import over_ranks
 from cumulant.kernels.ring import Ring
 

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cumulant.bench.timing import Row, aim, machine, markdown, short
 from cumulant.cli.progress import progress_bar
+from cumulant.core.errors import InputError
 from cumulant.core.files import destination, write_file
-from cumulant.errors import InputError
+from cumulant.lab.bench.timing import Row, aim, machine, markdown, short
 
 bench = typer.Typer(
     help="Time Cumulant against the real alternative, interleaved in one run.",
@@ -102,7 +102,7 @@ def _command(name: str, title: str) -> Callable[..., None]:
     def command(
         rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
     ) -> None:
-        run = import_module(f"cumulant.bench.{name}").run
+        run = import_module(f"cumulant.lab.bench.{name}").run
         _measure(name, title, run, rounds, quick, as_json, output)
 
     return command

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from cumulant.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
-from cumulant.claims.ledger import select
-from cumulant.claims.record import LEDGER, Keeper, measured, outcome, tally
 from cumulant.cli.progress import progress_bar
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
+from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+from cumulant.lab.claims.ledger import select
+from cumulant.lab.claims.record import LEDGER, Keeper, measured, outcome, tally
 
 STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
 

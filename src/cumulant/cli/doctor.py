@@ -18,10 +18,10 @@ from rich.table import Table
 
 from cumulant import __version__
 from cumulant.cli.progress import progress_bar
+from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
 from cumulant.derivatives import DerivativeReport, check_derivatives
 from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
-from cumulant.errors import InputError
 
 _STYLES = {"right": "green", "wrong": "bold red", "not supported": "yellow"}
 

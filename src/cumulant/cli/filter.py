@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cumulant.cli.filter_report import copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import progress_bar
+from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
-from cumulant.errors import InputError
 from cumulant.figures import need_matplotlib
 from cumulant.filtering.files import Names, example_files, read_model, write_model
 from cumulant.filtering.filters import filter, update

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from cumulant.cli.progress import progress_bar
 from cumulant.cli.text import as_text
+from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import make_folder, whole_file
 from cumulant.distributed.ranks import Ranks, launched
-from cumulant.errors import GroupError, InputError
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import Progress, examine
 from cumulant.lens.files import ABOUT, plain, unfinished

@@ -14,8 +14,8 @@ from cumulant.cli.filter import filter_series
 from cumulant.cli.lens import lens
 from cumulant.cli.report import report
 from cumulant.cli.simulate import simulate
+from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import printable
-from cumulant.errors import GroupError, InputError
 
 app = typer.Typer(
     help="Cumulant, the calculus of attention.",

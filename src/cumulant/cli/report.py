@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cumulant.claims.record import tally
 from cumulant.cli.claims import count
 from cumulant.cli.progress import progress_bar
+from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
-from cumulant.errors import InputError
+from cumulant.lab.claims.record import tally
+from cumulant.lab.report import finish, gather, render
 from cumulant.pages import ready
-from cumulant.report import finish, gather, render
 
 PAGE = "report.html"
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.cli.progress import progress_bar
+from cumulant.core.checks import real
+from cumulant.core.errors import InputError
 from cumulant.core.files import destination
 from cumulant.dynamics.starts import STARTS
-from cumulant.errors import InputError
-from cumulant.measures.checks import real
 
 Start = Tensor | dynamics.Trajectory
 

@@ -1,4 +1,4 @@
-"""Contrastive learning: the likelihood of the tilted family (THEORY T24)."""
+"""Contrastive learning: the likelihood of the tilted family (docs/theory.md, T24)."""
 
 from cumulant.contrastive.chunks import encode_in_chunks
 from cumulant.contrastive.info_nce import Contrast, info_nce, nt_xent

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import whole
+from cumulant.core.checks import whole
+from cumulant.core.errors import InputError
 
 __all__ = ["encode_in_chunks"]
 

@@ -1,4 +1,4 @@
-"""`info_nce`: contrastive learning as the likelihood of the tilted family (THEORY T24)."""
+"""`info_nce`: contrastive learning as the likelihood of the tilted family (docs/theory.md, T24)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cumulant.contrastive.positives import (
     positives_of,
 )
 from cumulant.contrastive.room import Reduce, Room, nothing
+from cumulant.core.errors import InputError
 from cumulant.distributed.ranks import as_fact, grad_mode
-from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Pool, over_ranks
 from cumulant.kernels.potential import both_normalizers, log_normalizer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cumulant.contrastive.positives import Positives
-from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, finite, holds, numbers, require
+from cumulant.core.checks import HALF, finite, holds, numbers, require
+from cumulant.core.errors import InputError
 
 _KINDS = (*HALF, torch.float32, torch.float64)
 

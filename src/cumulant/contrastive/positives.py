@@ -1,4 +1,7 @@
-"""Which keys belong to an anchor, and their mean: the other half of the gradient (THEORY T24)."""
+"""Which keys belong to an anchor, and their mean: the other half of the gradient.
+
+See docs/theory.md, T24.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import require
+from cumulant.core.errors import InputError
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
-from cumulant.measures.checks import require
 
 __all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "label_rows", "positives_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import holds, real, whole
+from cumulant.core.checks import holds, real, whole
+from cumulant.core.errors import InputError
 
 __all__ = ["KeyQueue", "Temperature"]
 

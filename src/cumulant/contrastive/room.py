@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import require
+from cumulant.core.errors import InputError
 from cumulant.distributed.maps import gather_rows, total
 from cumulant.distributed.ranks import Ranks, describe
-from cumulant.errors import InputError
-from cumulant.measures.checks import require
 
 __all__ = ["Reduce", "Room", "nothing"]
 

@@ -1,4 +1,4 @@
-"""Losses that sample negatives: what each of them estimates (THEORY T24).
+"""Losses that sample negatives: what each of them estimates (docs/theory.md, T24).
 
 - sampled softmax: e^G without bias, so G a little low, less with more samples;
 - NCE: G as a parameter, fitted;
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cumulant.errors import InputError
+from cumulant.core.checks import finite, numbers, require, whole
+from cumulant.core.errors import InputError
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.potential import log_normalizer
-from cumulant.measures.checks import finite, numbers, require, whole
 
 __all__ = ["AliasSampler", "nce", "negative_sampling", "sampled_softmax"]
 

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = [
     "destination",

@@ -39,7 +39,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import nn
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["Afterwards", "Begun", "Effect", "Handler", "Hook", "Scope", "Setting", "Token"]
 

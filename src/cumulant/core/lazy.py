@@ -16,8 +16,8 @@ import torch
 import torch.autograd.forward_ad
 from torch import Tensor
 
-from cumulant.eager import eager
-from cumulant.errors import InputError
+from cumulant.core.eager import eager
+from cumulant.core.errors import InputError
 
 __all__ = ["Lazy", "Mode", "Snapshot", "kept", "known"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from cumulant.core.errors import InputError
 from cumulant.derivatives.comparing import Options, compare
 from cumulant.derivatives.examining import find_faults
 from cumulant.derivatives.problem import pose
 from cumulant.derivatives.reporting import DerivativeReport
-from cumulant.errors import InputError
 
 __all__ = ["check_derivatives"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from cumulant.core.errors import InputError
 from cumulant.derivatives.calls import Call, Cut, Recording, inner_operators, is_live, record
 from cumulant.derivatives.comparing import Options, compare
 from cumulant.derivatives.known import known_fault
 from cumulant.derivatives.problem import Problem, pose
 from cumulant.derivatives.reporting import Fault, Row
-from cumulant.errors import InputError
 
 __all__ = ["find_faults"]
 

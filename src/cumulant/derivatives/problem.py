@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from cumulant.core.errors import InputError
 from cumulant.derivatives.differences import Line
 from cumulant.derivatives.words import Tensors
-from cumulant.errors import InputError
 
 __all__ = ["Double", "Problem", "is_real", "pose"]
 

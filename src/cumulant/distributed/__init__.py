@@ -4,11 +4,11 @@
 what losses of your own are made of; `traffic` counts what is sent, `cost` says so beforehand.
 """
 
+from cumulant.core.errors import GroupError
 from cumulant.distributed.cost import Cost, cost, seconds
 from cumulant.distributed.maps import gather, spread, total
 from cumulant.distributed.ranks import Ranks, Traffic, launched, traffic
 from cumulant.distributed.sharded import ShardedKeys, cheaper_route
-from cumulant.errors import GroupError
 
 __all__ = [
     "Cost",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cumulant.core.errors import InputError
 from cumulant.distributed.ranks import FACTS
-from cumulant.errors import InputError
 
 __all__ = ["Cost", "Step", "Way", "cost", "seconds"]
 

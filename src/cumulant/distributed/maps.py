@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.eager import eager
+from cumulant.core.errors import InputError
 from cumulant.distributed.ranks import Group, Ranks, describe, grad_mode, shape_of
-from cumulant.eager import eager
-from cumulant.errors import InputError
 
 __all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cumulant.eager import eager
-from cumulant.errors import GroupError, InputError
+from cumulant.core.eager import eager
+from cumulant.core.errors import GroupError, InputError
 
 __all__ = [
     "Group",

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.distributed.ranks import Group, Ranks, describe
-from cumulant.errors import InputError
 
 __all__ = ["Route", "ShardedKeys", "cheaper_route"]
 

@@ -1,4 +1,7 @@
-"""Attention as a map on clouds of points: expansion, contraction, fixed points (THEORY T13-T18)."""
+"""Attention as a map on clouds of points: expansion, contraction, fixed points.
+
+See docs/theory.md, T13-T18.
+"""
 
 from cumulant.dynamics.contraction import Contraction, LayerNorm, RMSNorm, Sphere, Whiten
 from cumulant.dynamics.expansion import (

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real
+from cumulant.core.checks import finite, numbers, real
+from cumulant.core.errors import InputError
 
 __all__ = ["cloud", "levels_of", "some_points"]
 

@@ -1,4 +1,4 @@
-"""What pulls back where attention pushes apart (THEORY T15): callables from clouds to clouds.
+"""What pulls back where attention pushes apart: callables from clouds to clouds (T15).
 
 Any callable that keeps the shape can stand in their place, ``torch.nn.LayerNorm(d)`` for instance.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import HALF, holds, real, require
+from cumulant.core.errors import InputError
 from cumulant.dynamics.shape import size_of
-from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, holds, real, require
 
 __all__ = ["Contraction", "LayerNorm", "RMSNorm", "Sphere", "Whiten", "contract"]
 

@@ -1,4 +1,4 @@
-"""How much a map stretches: pairs of points, the Jacobian, upper bounds (THEORY T14)."""
+"""How much a map stretches: pairs of points, the Jacobian, upper bounds (docs/theory.md, T14)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.errors import InputError
 from cumulant.dynamics.checks import levels_of, some_points
 from cumulant.dynamics.krylov import largest_singular_value
 from cumulant.dynamics.shape import rows_at_once, size_of
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real, whole
 
 __all__ = ["Bounds", "Expansion", "Lipschitz", "bounds", "expansion", "local_lipschitz"]
 

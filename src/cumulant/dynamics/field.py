@@ -1,4 +1,4 @@
-"""Attention as a map and a velocity field on clouds of points (THEORY T13)."""
+"""Attention as a map and a velocity field on clouds of points (docs/theory.md, T13)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import broadcast, finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.dynamics.contraction import Contraction, contract
-from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.tiles import Band
-from cumulant.measures.checks import broadcast, finite, numbers, require
 
 __all__ = ["Field", "prepare", "step"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import destination, whole_file, write_file
 from cumulant.dynamics.picture import View, title
-from cumulant.errors import InputError
 from cumulant.figures import COLORS, need_matplotlib, new_figure, style
 from cumulant.pages import film_page
 

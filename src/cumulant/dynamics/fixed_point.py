@@ -1,4 +1,7 @@
-"""`fixed_point`: solve x = f(x), say what became of it, differentiate the solution (THEORY T16)."""
+"""`fixed_point`: solve x = f(x), say what became of it, differentiate the solution.
+
+See docs/theory.md, T16.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import HALF, finite, numbers, real, whole
+from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
-from cumulant.errors import ConvergenceError, InputError
-from cumulant.measures.checks import HALF, finite, numbers, real, whole
 
 __all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
 

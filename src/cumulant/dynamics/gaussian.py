@@ -1,4 +1,7 @@
-"""What attention does to a Gaussian population, in closed form where there is one (THEORY T17)."""
+"""What attention does to a Gaussian population, in closed form where there is one.
+
+See docs/theory.md, T17.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import broadcast, finite, numbers, real, require, whole
+from cumulant.core.errors import InputError
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.simulate import ascending
-from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, finite, numbers, real, require, whole
 
 __all__ = ["GaussianPath", "gaussian_flow", "gaussian_map"]
 

@@ -1,4 +1,6 @@
-"""Is a cloud Gaussian? Four statistics, each with its null distribution at that size (THEORY T17).
+"""Is a cloud Gaussian? Four statistics, each with its null distribution at that size.
+
+See docs/theory.md, T17.
 
 Every statistic is taken of the standardized cloud, so under any Gaussian, whatever its mean and
 covariance, it has one and the same law, which depends on N and d only. That law is sampled, so
@@ -15,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import generator_of, whole
+from cumulant.core.errors import InputError
 from cumulant.dynamics.checks import levels_of, some_points
 from cumulant.dynamics.shape import size_of
-from cumulant.errors import InputError
-from cumulant.measures.checks import generator_of, whole
 
 __all__ = ["STATISTICS", "Gaussianity", "gaussianity"]
 

@@ -1,5 +1,5 @@
 """Attention as alternation between natural parameters and means, approximate and exact
-(THEORY T18, T33)."""
+(docs/theory.md, T18, T33)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.errors import InputError
 from cumulant.dynamics.checks import cloud
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real, whole
 from cumulant.measures.gaussian import inverse
 from cumulant.measures.measure import Measure
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cumulant.core.autodiff import on_tape
+from cumulant.core.checks import holds
+from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.dynamics.krylov import gmres
-from cumulant.errors import ConvergenceError, InputError
 from cumulant.measures.calculus import jacobian
-from cumulant.measures.checks import holds
-from cumulant.measures.newton import on_tape
 
 __all__ = ["attach"]
 

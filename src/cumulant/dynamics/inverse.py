@@ -1,13 +1,13 @@
-"""Attention run backwards (THEORY T30)."""
+"""Attention run backwards (docs/theory.md, T30)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.dynamics.field import prepare
 from cumulant.dynamics.fixed_point import fixed_point
-from cumulant.errors import ConvergenceError, InputError
 from cumulant.measures.mixture import GaussianMixture
 
 __all__ = ["inverse"]

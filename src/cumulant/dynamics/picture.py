@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.figures import (
     MUTED,
     cycle,

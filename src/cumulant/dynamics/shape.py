@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import real
+from cumulant.core.errors import InputError
 from cumulant.dynamics.checks import cloud, some_points
-from cumulant.errors import InputError
-from cumulant.measures.checks import real
 
 __all__ = ["Clusters", "clusters", "entropy", "norm", "participation_ratio", "spread"]
 

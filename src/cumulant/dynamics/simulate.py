@@ -1,4 +1,7 @@
-"""`simulate` and `flow`: clouds in discrete and in continuous time (THEORY T13, T16, T17)."""
+"""`simulate` and `flow`: clouds in discrete and in continuous time.
+
+See docs/theory.md, T13, T16, T17.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import real, whole
+from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.shape import norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
-from cumulant.errors import ConvergenceError, InputError
-from cumulant.measures.checks import real, whole
 
 __all__ = ["flow", "simulate"]
 

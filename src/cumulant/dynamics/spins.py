@@ -1,4 +1,4 @@
-"""Mean-field spins: the same map with the sites' own log-normalizers (THEORY T32)."""
+"""Mean-field spins: the same map with the sites' own log-normalizers (docs/theory.md, T32)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.dynamics.fixed_point import FixedPoint, fixed_point
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, require
 from cumulant.measures.measure import Measure
 
 __all__ = ["MeanField", "mean_field"]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import generator_of, whole
+from cumulant.core.checks import generator_of, whole
+from cumulant.core.errors import InputError
 
 __all__ = ["STARTS", "start"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import destination, interrupts_held, whole_file
 from cumulant.dynamics import shape
-from cumulant.errors import InputError
 
 __all__ = ["Observables", "Trajectory", "collect"]
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import whole_file
-from cumulant.errors import InputError
 
 __all__ = [
     "COLORS",

@@ -1,4 +1,4 @@
-"""Message passing with switching modes: GPB and IMM filters (THEORY T25-T27)."""
+"""Message passing with switching modes: GPB and IMM filters (docs/theory.md, T25-T27)."""
 
 from cumulant.filtering.attention import AttentionMessages, attention_as_imm
 from cumulant.filtering.conjugate import SwitchingConjugate

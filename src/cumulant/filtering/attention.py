@@ -1,4 +1,4 @@
-"""Attention as a step of the IMM filter (THEORY T27)."""
+"""Attention as a step of the IMM filter (docs/theory.md, T27)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import Call, prepare
-from cumulant.errors import InputError
+from cumulant.core.checks import finite, numbers, real, require
+from cumulant.core.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.checks import semi_definite
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import LOG_ZERO, Belief, Message, branch
-from cumulant.measures.checks import finite, numbers, real, require
 
 __all__ = ["AttentionBank", "AttentionMessages", "attention_as_imm", "scores_of"]
 

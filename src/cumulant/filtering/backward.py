@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.autodiff import on_tape
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
 from cumulant.filtering.moments import symmetric, times
@@ -35,7 +36,6 @@ from cumulant.filtering.roots import (
     valued,
     whitener,
 )
-from cumulant.measures.newton import on_tape
 
 __all__ = ["Pair", "backward"]
 

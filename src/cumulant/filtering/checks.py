@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import holds, numbers, require
+from cumulant.core.checks import holds, numbers, require
+from cumulant.core.errors import InputError
 
 __all__ = [
     "initial_probabilities",

@@ -1,4 +1,6 @@
-"""Switching models over conjugate families: GPB and IMM in natural parameters (THEORY T26).
+"""Switching models over conjugate families: GPB and IMM in natural parameters.
+
+See docs/theory.md, T26.
 
 The recursion is that of the Gaussian filters; only the messages differ.
 """
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import numbers
+from cumulant.core.errors import InputError
 from cumulant.filtering.checks import (
     initial_probabilities,
     next_row,
@@ -24,7 +27,6 @@ from cumulant.filtering.gaussian import stationary
 from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
-from cumulant.measures.checks import numbers
 from cumulant.measures.gaussian import Gaussian
 from cumulant.measures.positive import Gamma
 from cumulant.measures.project import FROM_TORCH

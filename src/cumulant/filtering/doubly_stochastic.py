@@ -1,4 +1,4 @@
-"""Attention that is doubly stochastic: it always comes from a transition (THEORY T27)."""
+"""Attention that is doubly stochastic: it always comes from a transition (docs/theory.md, T27)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import prepare
-from cumulant.errors import ConvergenceError, InputError
+from cumulant.core.checks import holds, numbers, real, require, whole
+from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.filtering.attention import scores_of
-from cumulant.measures.checks import holds, numbers, real, require, whole
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 

@@ -1,4 +1,6 @@
-"""Expectation-maximization: smoothed moments, then least squares in each mode (THEORY T25).
+"""Expectation-maximization: smoothed moments, then least squares in each mode.
+
+See docs/theory.md, T25.
 
 In mode j the dynamics and the emission are regressions r = Theta z + N(0, S) with z = (x, 1, u), of
 which the smoother gives E[z z'], E[r z'] and E[r r'] for each step; the M-step solves the normal
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank

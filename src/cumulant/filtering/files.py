@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
-from cumulant.errors import InputError
 from cumulant.filtering.model import SHAPES, TIMELESS, SwitchingLinearGaussian
 from cumulant.filtering.series import counted, listed, text_of
 

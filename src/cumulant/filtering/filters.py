@@ -1,4 +1,4 @@
-"""`filter` and `update`: beliefs from observations (THEORY T25)."""
+"""`filter` and `update`: beliefs from observations (docs/theory.md, T25)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.filtering.checks import next_row, real_numbers, series
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,

@@ -1,4 +1,4 @@
-"""`fit`: maximum likelihood for switching models (THEORY T25)."""
+"""`fit`: maximum likelihood for switching models (docs/theory.md, T25)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import generator_of, real, whole
+from cumulant.core.errors import InputError
 from cumulant.filtering.checks import series
 from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.filters import log_likelihood
@@ -18,7 +19,6 @@ from cumulant.filtering.gaussian import inputs_of
 from cumulant.filtering.model import SHAPES, gaussian_model
 from cumulant.filtering.parameters import Coordinates, coordinates
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
-from cumulant.measures.checks import generator_of, real, whole
 
 __all__ = ["Fit", "fit"]
 

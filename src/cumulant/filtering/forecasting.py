@@ -1,4 +1,4 @@
-"""`forecast` and `sample`: what a model expects, and what it might do (THEORY T25)."""
+"""`forecast` and `sample`: what a model expects, and what it might do (docs/theory.md, T25)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import generator_of, whole
+from cumulant.core.errors import InputError
 from cumulant.filtering.filters import run
 from cumulant.filtering.gaussian import GaussianBank, inputs_of
 from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Scheme
-from cumulant.measures.checks import generator_of, whole
 
 __all__ = ["Sample", "forecast", "sample"]
 

@@ -1,4 +1,4 @@
-"""Gaussian messages through a model's modes: the bank of Kalman filters (THEORY T25)."""
+"""Gaussian messages through a model's modes: the bank of Kalman filters (docs/theory.md, T25)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import broadcast, holds, require
+from cumulant.core.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.checks import real_numbers
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.filtering.roots import collapsed, frame_of, regular, triangular, update, valued
-from cumulant.measures.checks import broadcast, holds, require
 
 __all__ = ["GaussianBank", "inputs_of"]
 

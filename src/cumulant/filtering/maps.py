@@ -1,4 +1,4 @@
-"""Maps that keep a law in its family, and the image of a law under them (THEORY T26).
+"""Maps that keep a law in its family, and the image of a law under them (docs/theory.md, T26).
 
 A map acts on the natural parameters theta ``(*batch, R, d)`` of a family's members. Its own tensors
 may have batch dimensions, which broadcast with those of the law.
@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import broadcast, finite, numbers, positive, require, whole
+from cumulant.core.errors import InputError
 from cumulant.filtering.checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
-from cumulant.measures.checks import broadcast, finite, numbers, positive, require, whole
 from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide

@@ -1,4 +1,4 @@
-"""Which transitions a matrix of mixing probabilities can stand for (THEORY T27)."""
+"""Which transitions a matrix of mixing probabilities can stand for (docs/theory.md, T27)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import ConvergenceError, InputError
-from cumulant.measures.checks import holds, numbers, require
+from cumulant.core.checks import holds, numbers, require
+from cumulant.core.errors import ConvergenceError, InputError
 
 __all__ = ["InducedTransition", "transition_from_mixing"]
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import HALF, finite, numbers, whole
+from cumulant.core.errors import InputError
 from cumulant.filtering.checks import (
     initial_probabilities,
     one_class,
@@ -18,7 +19,6 @@ from cumulant.filtering.checks import (
     stochastic,
 )
 from cumulant.filtering.moments import Affine
-from cumulant.measures.checks import HALF, finite, numbers, whole
 
 __all__ = ["SwitchingLinearGaussian", "gaussian_model"]
 

@@ -1,4 +1,6 @@
-"""Models without a state, n = 0: the Hamilton filter as a product of matrices (THEORY T25).
+"""Models without a state, n = 0: the Hamilton filter as a product of matrices.
+
+See docs/theory.md, T25.
 
 Without a state, the likelihood of each mode at each step is known beforehand, and the filter is
 alpha_t = alpha_{t-1} E_t with E_t[i, j] = P(j | i) p(y_t | j). Products of matrices may be taken in

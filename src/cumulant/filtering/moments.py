@@ -1,4 +1,6 @@
-"""Gaussian messages: the linear step, the observation, and the collapse of a mixture (THEORY T25).
+"""Gaussian messages: the linear step, the observation, and the collapse of a mixture.
+
+See docs/theory.md, T25.
 
 Messages are means ``(*batch, G, M, n)`` and covariances ``(*batch, G, M, n, n)``: G histories by M
 current modes. Covariances are sums of squares, and symmetric up to rounding until they are shown.
@@ -11,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.autodiff import on_tape
 from cumulant.filtering.roots import Update, valued
 from cumulant.measures.gaussian import LOG_2PI
-from cumulant.measures.newton import on_tape
 
 __all__ = ["Affine", "Observed", "collapse", "observe", "predict", "symmetric"]
 

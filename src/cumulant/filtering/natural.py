@@ -1,4 +1,4 @@
-"""Natural parameters through a model's modes: the bank of a conjugate family (THEORY T26).
+"""Natural parameters through a model's modes: the bank of a conjugate family (docs/theory.md, T26).
 
 Messages are theta, ``(*batch, G, M, d)``: G histories by M current modes. A mode's map moves them,
 an observation adds t(y), and a mixture is projected by matching the family's own statistics.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import require
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import kept
-from cumulant.errors import InputError
 from cumulant.filtering.gaussian import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
-from cumulant.measures.checks import require
 from cumulant.measures.conjugate import _message
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
 from cumulant.measures.newton import wide

@@ -1,4 +1,4 @@
-"""`SwitchingNonlinear`: modes with functions in place of matrices (THEORY T25).
+"""`SwitchingNonlinear`: modes with functions in place of matrices (docs/theory.md, T25).
 
 The filter, the smoother and everything else stay linear: at each message a function is replaced by
 the affine map with noise that stands for it there, by its Jacobian (extended Kalman filter) or by
@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import whole
+from cumulant.core.errors import InputError
 from cumulant.filtering.model import REQUIRED, SwitchingLinearGaussian
 from cumulant.filtering.moments import Affine, symmetric
-from cumulant.measures.checks import whole
 
 __all__ = ["SwitchingNonlinear"]
 

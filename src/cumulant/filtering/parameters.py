@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.filtering.model import COVARIANCES, SHAPES
 
 __all__ = ["Block", "Coordinates", "coordinates"]

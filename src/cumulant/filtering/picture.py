@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
 from cumulant.figures import write as write_figure
 from cumulant.filtering.files import Names

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
-from cumulant.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.gaussian import GaussianBank
 from cumulant.filtering.model import gaussian_model

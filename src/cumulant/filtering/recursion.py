@@ -1,4 +1,4 @@
-"""The one recursion behind GPB1, GPB2, GPB(k), IMM and exact enumeration (THEORY T25).
+"""The one recursion behind GPB1, GPB2, GPB(k), IMM and exact enumeration (docs/theory.md, T25).
 
 A belief is a mixture: log-weights ``(*batch, G, M)`` of G histories of modes and M current modes,
 and a message (a tuple of tensors with the same leading dimensions) about the state given both. A
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import holds
+from cumulant.core.checks import holds
+from cumulant.core.errors import InputError
 
 __all__ = [
     "Bank",
@@ -91,11 +91,6 @@ class Scheme:
     memory: int | None
     mixes: bool
     name: Any
-
-    @property
-    def knows_pairs(self) -> bool:
-        """Whether the modes before and after a step are kept apart until it has been observed."""
-        return not self.mixes and self.memory != 1
 
     def histories(self, modes: int) -> int | None:
         """How many histories are kept beside the current mode."""

@@ -1,4 +1,4 @@
-"""Square roots of covariances, P = L L': for smoothing and vague starts (THEORY T25).
+"""Square roots of covariances, P = L L': for smoothing and vague starts (docs/theory.md, T25).
 
 A variance of 1 beside one of 10^10 has six digits left in P and eleven in L, and L L' has no
 negative eigenvalue, whatever L is. But where P is singular, L has no derivative although P has one.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.measures.checks import holds
-from cumulant.measures.newton import on_tape
+from cumulant.core.autodiff import on_tape
+from cumulant.core.checks import holds
 
 __all__ = [
     "Frame",

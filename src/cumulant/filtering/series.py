@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["Series", "counted", "listed", "read_series", "text_of"]
 

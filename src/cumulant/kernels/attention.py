@@ -1,4 +1,6 @@
-"""Mean, log-normalizer and entropy of attention, differentiable to any order (THEORY T1, T7, T12).
+"""Mean, log-normalizer and entropy of attention, differentiable to any order.
+
+See docs/theory.md, T1, T7, T12.
 
 Two autograd Functions carry the library: `_Attention` here, which knows G, and the sum over tiles
 of ``tiles.py``, which given G does everything else. The derivative of the first is the second.
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.eager import eager
+from cumulant.core.eager import eager
 from cumulant.kernels import formulas, fused
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.merge import Pool

@@ -2,7 +2,7 @@
 
 Shape legend, per tile: ``q_md`` queries, ``k_nd`` keys, ``v_ne`` values, ``s_mn`` scores,
 ``p_mn`` weights p(j|i) = exp(s_ij - G_i), ``t_mn`` tangents of the scores; row quantities are
-columns ``(m, 1)``. All carry the tile's batch in front. Formulas are THEORY T1, T7, T12.
+columns ``(m, 1)``. All carry the tile's batch in front. Formulas are docs/theory.md, T1, T7, T12.
 
 Arithmetic on (m, n) arrays goes through ``tile.work``, which may overwrite its first argument.
 """

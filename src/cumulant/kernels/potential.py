@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.eager import eager
+from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import (
     Options,

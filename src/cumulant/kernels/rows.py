@@ -1,8 +1,8 @@
 """What a row of attention weights looks like: everything one pass over its scores can tell.
 
 A strip of queries against all keys has whole rows of weights at hand, so their normalizer, entropy,
-variance, order and moments come from one set of scores (THEORY T7, T12, T21). Nothing here has a
-derivative.
+variance, order and moments come from one set of scores (docs/theory.md, T7, T12, T21). Nothing here
+has a derivative.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.eager import eager
+from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.formulas import INDEX, LOG2_E, row_sum, with_scale

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cumulant.eager import eager
+from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.formulas import INDEX, with_scale

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cumulant.eager import eager
+from cumulant.core.eager import eager
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.workspace import Workspace
 

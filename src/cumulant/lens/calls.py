@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.attention.attended import Attended
 from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call, _split_heads, prepare
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.kernels.tiles import Band
 
 __all__ = ["AttentionCall", "additive_parts"]
@@ -20,7 +20,7 @@ __all__ = ["AttentionCall", "additive_parts"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Queries, keys, values and all that shapes the weights (THEORY T12).
+    """Queries, keys, values and all that shapes the weights (docs/theory.md, T12).
 
     p(j|i) = exp(score_ij + bias_ij - G_i) over the keys that `mask` and `causal` leave, with
     score = scale <q_i, k_j>, or softcap tanh(scale <q_i, k_j> / softcap). A sink logit is one more

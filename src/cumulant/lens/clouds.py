@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.dynamics import gaussianity, participation_ratio
-from cumulant.errors import InputError
 from cumulant.lens.hidden import Reservoir
 
 __all__ = ["Cloud", "Shape"]

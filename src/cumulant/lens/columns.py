@@ -11,7 +11,7 @@ __all__ = ["COLUMNS", "TABLES", "Column"]
 
 
 class Column(NamedTuple):
-    """Name, unit, definition and the THEORY number behind a column."""
+    """Name, unit, definition and the theorem behind a column."""
 
     name: str
     unit: str

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.models import quiet, reason_of
 
 __all__ = ["Encoded", "batches", "embeddings", "encode", "fitting", "max_length"]

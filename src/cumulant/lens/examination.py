@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
-from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.files import (
     ABOUT,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
-from cumulant.errors import InputError
 from cumulant.lens.encoding import Encoded, batches, encode, fitting, max_length
 from cumulant.lens.examination import Examination
 from cumulant.lens.files import (

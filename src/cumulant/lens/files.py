@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import whole_file, write_file
-from cumulant.errors import InputError
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.tables import pandas
 

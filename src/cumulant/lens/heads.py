@@ -1,4 +1,6 @@
-"""What one attention call says about Hopfield's energy and about the link (THEORY T19, T29).
+"""What one attention call says about Hopfield's energy and about the link.
+
+See docs/theory.md, T19, T29.
 
 Shape legend: B texts, H heads, M queries, N keys, d features.
 """
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.calls import AttentionCall
 from cumulant.measures.empirical import Empirical
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.kernels.attention import attention
 from cumulant.lens.calls import AttentionCall, additive_parts
 from cumulant.lens.support import guard

@@ -19,8 +19,9 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.checks import whole
+from cumulant.core.errors import InputError
 from cumulant.core.interception import Afterwards, Begun, Effect, Hook, Scope
-from cumulant.errors import InputError
 from cumulant.lens.clouds import Cloud
 from cumulant.lens.hidden import (
     LISTS,
@@ -35,7 +36,6 @@ from cumulant.lens.hidden import (
     sublayer_of,
     version_of,
 )
-from cumulant.measures.checks import whole
 
 __all__ = ["LayerProbe"]
 

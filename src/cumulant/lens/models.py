@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["Loaded", "load"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Effect, Handler, Scope, Setting
-from cumulant.errors import InputError
 from cumulant.lens.calls import AttentionCall, additive_parts
 from cumulant.lens.interface import call_of, is_eager, register
 from cumulant.lens.layers import LayerProbe
@@ -39,7 +39,9 @@ def observe(
     energy: bool = False,
     layers: bool = False,
 ) -> Scope[Lens]:
-    """Within this context, every attention call of `model` is measured (THEORY T7, T12, T21).
+    """Within this context, every attention call of `model` is measured.
+
+    See docs/theory.md, T7, T12, T21.
 
     Hugging Face models (through the attention interface), ``nn.MultiheadAttention``,
     ``nn.TransformerEncoder`` and whatever calls ``F.scaled_dot_product_attention`` are seen. The

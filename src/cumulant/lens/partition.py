@@ -1,4 +1,4 @@
-"""The partition function of word vectors over directions of a context (THEORY T31)."""
+"""The partition function of word vectors over directions of a context (docs/theory.md, T31)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real, whole
+from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.errors import InputError
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["partition"]

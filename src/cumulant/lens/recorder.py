@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe

@@ -1,4 +1,7 @@
-"""Which weights the output hangs on: queries and keys, or values and outputs (THEORY T23)."""
+"""Which weights the output hangs on: queries and keys, or values and outputs.
+
+See docs/theory.md, T23.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Scope, Token
-from cumulant.errors import InputError
 from cumulant.lens.weights import Block
 
 __all__ = ["Group", "Sensitivity", "sensitivity"]

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed.ranks import Ranks
-from cumulant.errors import GroupError, InputError
 from cumulant.lens.files import (
     PARTIAL,
     begun,

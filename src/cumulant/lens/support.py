@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["guard", "refusal"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.lens.recorder import Record, Recorder
 
 __all__ = ["TOKEN_COLUMNS", "Lens", "pandas", "token_table"]

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["PASSAGE_SOURCE", "Text", "named", "passage", "read"]
 

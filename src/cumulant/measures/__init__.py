@@ -1,4 +1,4 @@
-"""Tilted measures: G, mean, covariance, link, dual, M-projection (THEORY T1-T11)."""
+"""Tilted measures: G, mean, covariance, link, dual, M-projection (docs/theory.md, T1-T11)."""
 
 from cumulant.measures.conjugate import Posterior, posterior
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson

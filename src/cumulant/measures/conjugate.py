@@ -1,4 +1,7 @@
-"""Bayes' rule for conjugate pairs: tilting the prior by what was observed (THEORY T11, T26)."""
+"""Bayes' rule for conjugate pairs: tilting the prior by what was observed.
+
+See docs/theory.md, T11, T26.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, finite, numbers, require
+from cumulant.core.checks import broadcast, finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal, inverse, packed_natural

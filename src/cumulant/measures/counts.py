@@ -1,4 +1,4 @@
-"""Families on whole numbers and categories (THEORY T6)."""
+"""Families on whole numbers and categories (docs/theory.md, T6)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.kernels.merge import Pool
-from cumulant.measures.calculus import log_sum_exp
-from cumulant.measures.checks import (
+from cumulant.core.checks import (
     broadcast,
     log_masses,
     numbers,
@@ -23,6 +20,9 @@ from cumulant.measures.checks import (
     require,
     row_of,
 )
+from cumulant.core.errors import InputError
+from cumulant.kernels.merge import Pool
+from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.family import ExponentialFamily, coded, interval, solved
 from cumulant.measures.status import Code, Link, Status, checked
 

@@ -1,4 +1,4 @@
-"""Weighted points: the measure behind attention (THEORY T1, T7, T8)."""
+"""Weighted points: the measure behind attention (docs/theory.md, T1, T7, T8)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import broadcast, finite, log_masses, numbers
+from cumulant.core.errors import InputError
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, Options, attention, expectation
 from cumulant.measures.calculus import log_sum_exp
-from cumulant.measures.checks import broadcast, finite, log_masses, numbers
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import Problem, whitening
 from cumulant.measures.status import checked

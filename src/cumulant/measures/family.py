@@ -1,7 +1,7 @@
 """Exponential families, p(x | theta) = b(x) exp(<u(x), theta> - A(theta)).
 
-Tilting by eta adds eta to the natural parameter theta (THEORY T2), so with theta the member that h
-is, G(eta) = A(theta + eta) - A(theta), and everything else is A and its derivatives.
+Tilting by eta adds eta to the natural parameter theta (docs/theory.md, T2), so with theta the
+member that h is, G(eta) = A(theta + eta) - A(theta), and everything else is A and its derivatives.
 
 Shapes: theta is ``(*batch, R, d)``, where R is 1 unless the measure was tilted by R natural
 parameters at once.
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from cumulant.errors import InputError
+from cumulant.core.checks import HALF, broadcast, finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian
-from cumulant.measures.checks import HALF, broadcast, finite, numbers, require
 from cumulant.measures.measure import Measure, not_negative
 from cumulant.measures.newton import Problem, link_by_newton, no_frame, wide
 from cumulant.measures.status import Code, Link, Status, checked

@@ -1,4 +1,4 @@
-"""Gaussians: with the mean alone moving, and with mean and covariance (THEORY T3, T26)."""
+"""Gaussians: with the mean alone moving, and with mean and covariance (docs/theory.md, T3, T26)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import (
+from cumulant.core.checks import (
     broadcast,
     finite,
     holds,
@@ -18,6 +17,7 @@ from cumulant.measures.checks import (
     positive,
     symmetric_definite,
 )
+from cumulant.core.errors import InputError
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure

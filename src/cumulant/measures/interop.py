@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson
 from cumulant.measures.gaussian import Gaussian
 from cumulant.measures.measure import Measure

@@ -1,4 +1,4 @@
-"""Tilted measures: p(x | eta) = h(x) exp(<u(x), eta> - G(eta)) (THEORY T1, T7-T10).
+"""Tilted measures: p(x | eta) = h(x) exp(<u(x), eta> - G(eta)) (docs/theory.md, T1, T7-T10).
 
 Shape legend: a measure stands for a batch of measures ``(*batch,)``; natural parameters eta are
 ``(*batch, M, d)``, M of them for each; u(x) in R^d is the statistic that eta multiplies, and it is
@@ -20,9 +20,9 @@ from typing import Literal as Lit
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.checks import HALF, broadcast, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.measures.calculus import gradient, jacobian, pullback
-from cumulant.measures.checks import HALF, broadcast, numbers, require
 from cumulant.measures.newton import Problem, link_by_newton, whitening, wide
 from cumulant.measures.status import Code, Link, Status
 

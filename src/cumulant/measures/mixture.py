@@ -1,4 +1,4 @@
-"""Mixtures: G(eta) = log sum_n pi_n exp G_n(eta) (THEORY T4, T5)."""
+"""Mixtures: G(eta) = log sum_n pi_n exp G_n(eta) (docs/theory.md, T4, T5)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.measures.calculus import log_sum_exp
-from cumulant.measures.checks import (
+from cumulant.core.checks import (
     broadcast,
     finite,
     log_masses,
@@ -22,6 +20,8 @@ from cumulant.measures.checks import (
     require,
     symmetric_definite,
 )
+from cumulant.core.errors import InputError
+from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.empirical import Empirical, unpack
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import could_be_dense, log_gaussian

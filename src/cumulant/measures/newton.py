@@ -1,4 +1,6 @@
-"""Damped Newton's method for the canonical link: minimize G(eta) - <eta, mean> (THEORY T8).
+"""Damped Newton's method for the canonical link: minimize G(eta) - <eta, mean>.
+
+See docs/theory.md, T8.
 
 Rows ``(*batch, M)`` are solved together, each with its own step length and its own end. Everything
 runs in double precision; the Newton decrement lambda^2 = g' H^-1 g, which is twice the remaining
@@ -8,12 +10,12 @@ gap in nats and does not depend on coordinates, decides convergence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from cumulant.core.autodiff import on_tape
 from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["Frame", "Problem", "link_by_newton", "no_frame", "whitening", "wide"]
@@ -312,17 +314,6 @@ def _search(
         rows = _any(going & ~moved)
         length /= 2
     return new, moved
-
-
-def on_tape(*tensors: Tensor) -> bool:
-    """Whether somebody may want derivatives in these tensors."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return True
-    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
-    if any(wrapped(x) for x in tensors):
-        return True
-    inside = forward_ad._current_level >= 0
-    return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 class _How(NamedTuple):

@@ -1,4 +1,4 @@
-"""Families on the positive half-line (THEORY T6, T26)."""
+"""Families on the positive half-line (docs/theory.md, T6, T26)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, numbers, positive, row_of
+from cumulant.core.checks import broadcast, numbers, positive, row_of
+from cumulant.core.errors import InputError
 from cumulant.measures.family import ExponentialFamily, coded, interval, solved
 from cumulant.measures.status import Link
 

@@ -1,4 +1,4 @@
-"""M-projection: the closest member of a family (THEORY T11)."""
+"""M-projection: the closest member of a family (docs/theory.md, T11)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, finite, numbers, require
+from cumulant.core.checks import broadcast, finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.measures.counts import Bernoulli, Categorical, Geometric, Poisson
 from cumulant.measures.empirical import Empirical
 from cumulant.measures.family import ExponentialFamily

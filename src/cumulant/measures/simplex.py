@@ -1,4 +1,7 @@
-"""Families on the simplex and the unit interval, with logarithms as statistics (THEORY T26)."""
+"""Families on the simplex and the unit interval, with logarithms as statistics.
+
+See docs/theory.md, T26.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import broadcast, numbers, positive
+from cumulant.core.checks import broadcast, numbers, positive
+from cumulant.core.errors import InputError
 from cumulant.measures.family import ExponentialFamily, coded
 
 __all__ = ["Beta", "Dirichlet"]

@@ -1,4 +1,4 @@
-"""The von Mises-Fisher family on the unit sphere (THEORY T6, T32)."""
+"""The von Mises-Fisher family on the unit sphere (docs/theory.md, T6, T32)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.errors import InputError
+from cumulant.core.checks import finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.measures.bessel import sphere
-from cumulant.measures.checks import finite, numbers, require
 from cumulant.measures.family import ExponentialFamily, coded
 
 __all__ = ["VonMisesFisher"]

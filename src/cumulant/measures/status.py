@@ -1,4 +1,4 @@
-"""What became of each mean whose natural parameter was asked for (THEORY T8)."""
+"""What became of each mean whose natural parameter was asked for (docs/theory.md, T8)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["Code", "Link", "Status", "checked"]
 

@@ -1,4 +1,4 @@
-"""Associative memory: Hopfield networks, dense and classical (THEORY T19-T22, T33)."""
+"""Associative memory: Hopfield networks, dense and classical (docs/theory.md, T19-T22, T33)."""
 
 from cumulant.memory.capacity import Capacity, Recall, capacity, recall
 from cumulant.memory.classes import Classes, classify

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import generator_of, real, whole
+from cumulant.core.checks import generator_of, real, whole
+from cumulant.core.errors import InputError
 
 __all__ = ["Capacity", "Recall", "capacity", "recall"]
 

@@ -1,4 +1,7 @@
-"""Global averages, metastable states, single patterns: classes of attention heads (THEORY T21)."""
+"""Global averages, metastable states, single patterns: classes of attention heads.
+
+See docs/theory.md, T21.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.inputs import Window, prepare
-from cumulant.errors import InputError
+from cumulant.core.checks import finite, numbers, real
+from cumulant.core.errors import InputError
 from cumulant.kernels.attention import attention
 from cumulant.kernels.search import coverage
-from cumulant.measures.checks import finite, numbers, real
 
 __all__ = ["Classes", "classify"]
 

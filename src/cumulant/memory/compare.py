@@ -1,4 +1,7 @@
-"""Fixed patterns against changing patterns: Hopfield retrieval and self-attention (THEORY T20)."""
+"""Fixed patterns against changing patterns: Hopfield retrieval and self-attention.
+
+See docs/theory.md, T20.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulant.measures.checks import real, whole
+from cumulant.core.checks import real, whole
 from cumulant.memory.dense import Memory
 
 __all__ = ["Comparison", "Run", "compare"]

@@ -1,4 +1,4 @@
-"""`Memory`: the modern Hopfield network, with its energy (THEORY T19, T21, T33)."""
+"""`Memory`: the modern Hopfield network, with its energy (docs/theory.md, T19, T21, T33)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import finite, real, require
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Snapshot
 from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import ShardedKeys
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, real, require
 from cumulant.measures.mixture import GaussianMixture
 from cumulant.memory import files
 from cumulant.memory.inputs import (

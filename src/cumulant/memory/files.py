@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import whole_file
-from cumulant.errors import InputError
 
 __all__ = ["read", "write"]
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import finite, numbers, real, require
+from cumulant.core.errors import InputError
 from cumulant.distributed.ranks import as_fact, checksum
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, real, require
 from cumulant.memory.retrieval import Rows
 
 __all__ = [

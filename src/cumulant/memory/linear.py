@@ -1,4 +1,7 @@
-"""The classical Hopfield network and linear attention: memories of one matrix (THEORY T22)."""
+"""The classical Hopfield network and linear attention: memories of one matrix.
+
+See docs/theory.md, T22.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import finite, numbers, require
+from cumulant.core.checks import finite, numbers, require
+from cumulant.core.errors import InputError
 from cumulant.memory.retrieval import Retrieval, plan, settle
 
 __all__ = ["ClassicalMemory", "LinearMemory"]

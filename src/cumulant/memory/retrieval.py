@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.checks import holds, real, whole
 from cumulant.core.lazy import Lazy, kept
-from cumulant.measures.checks import holds, real, whole
 
 __all__ = ["Retrieval", "Rows", "Settled", "energy", "here", "plan", "settle"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.sharded import attend_sharded
+from cumulant.core.errors import InputError
 from cumulant.distributed import maps
 from cumulant.distributed.sharded import ShardedKeys
-from cumulant.errors import InputError
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.search import largest

@@ -1,4 +1,4 @@
-"""`Equilibrium`: a layer repeated until nothing changes (THEORY T16)."""
+"""`Equilibrium`: a layer repeated until nothing changes (docs/theory.md, T16)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cumulant.core.errors import InputError
 from cumulant.dynamics.fixed_point import FixedPoint, fixed_point
-from cumulant.errors import InputError
 
 __all__ = ["Equilibrium"]
 

@@ -1,4 +1,4 @@
-"""`Hopfield`: association of two sets as a layer (THEORY T19, after Ramsauer et al.)."""
+"""`Hopfield`: association of two sets as a layer (docs/theory.md, T19, after Ramsauer et al.)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
+from cumulant.core.checks import HALF, real, whole
+from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
-from cumulant.errors import InputError
 from cumulant.kernels.search import largest
-from cumulant.measures.checks import HALF, real, whole
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
 __all__ = ["Association", "Hopfield"]

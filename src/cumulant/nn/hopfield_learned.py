@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import whole
+from cumulant.core.checks import whole
+from cumulant.core.errors import InputError
 from cumulant.nn.hopfield import Association, Hopfield
 
 __all__ = ["HopfieldLookup", "HopfieldPooling"]

@@ -1,4 +1,4 @@
-"""Covariances of what several attention heads read, in three forms (THEORY T28).
+"""Covariances of what several attention heads read, in three forms (docs/theory.md, T28).
 
 Shapes: b batch, H heads, M queries, N keys, d features of a head, E = H d. Everything comes from
 the streaming kernel; nothing of size M x N is made.

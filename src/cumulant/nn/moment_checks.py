@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import require, whole
+from cumulant.core.checks import require, whole
+from cumulant.core.errors import InputError
 
 __all__ = [
     "check_covariance",

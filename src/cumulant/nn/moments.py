@@ -1,4 +1,7 @@
-"""`MomentAttention`: attention that carries mean and covariance of every token (THEORY T28)."""
+"""`MomentAttention`: attention that carries mean and covariance of every token.
+
+See docs/theory.md, T28.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cumulant.errors import InputError
-from cumulant.measures.checks import HALF, real, whole
+from cumulant.core.checks import HALF, real, whole
+from cumulant.core.errors import InputError
 from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
 from cumulant.nn.moment_checks import (
     check_covariance,

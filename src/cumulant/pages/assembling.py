@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 from cumulant.pages.numbers import fact
 from cumulant.pages.typeset import typeset
 

@@ -7,7 +7,7 @@ from html import escape, unescape
 from importlib import import_module
 from xml.etree import ElementTree
 
-from cumulant.errors import InputError
+from cumulant.core.errors import InputError
 
 __all__ = ["mathml"]
 

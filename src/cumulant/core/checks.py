@@ -1,0 +1,214 @@
+"""Checks of numbers and parameters that people pass, once, at the public edge."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.core.errors import InputError
+
+__all__ = [
+    "generator_of",
+    "holds",
+    "numbers",
+    "real",
+    "require",
+    "row_of",
+    "symmetric_definite",
+    "whole",
+]
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def holds(condition: Tensor) -> bool | None:
+    """Whether a condition is true everywhere; None inside vmap, where no single answer exists."""
+    try:
+        return bool(condition.all())
+    except RuntimeError:
+        return None
+
+
+def require(condition: Tensor, message: Callable[[], str]) -> None:
+    """Raise unless the condition is true everywhere, as far as it can be known."""
+    if holds(condition) is False:
+        raise InputError(message())
+
+
+def _sum_is_finite(x: Tensor) -> bool:
+    """Whether one pass without temporaries shows that no entry is NaN or infinite."""
+    return holds(x.detach().sum().isfinite()) is True
+
+
+def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
+    """Parameters as finite real tensors of one dtype, and whether none was a tensor before.
+
+    Plain numbers become float64 and later take on the precision of the natural parameters.
+    """
+    out: dict[str, Tensor] = {}
+    for name, x in given.items():
+        try:
+            y = x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"{owner}: {name} must be a tensor or a number, not {type(x).__name__}."
+            ) from None
+        if y.is_complex() or y.dtype == torch.bool:
+            raise InputError(f"{owner}: {name} must be real, but has dtype {y.dtype}.")
+        if y.layout != torch.strided:
+            raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
+        out[name] = y if y.is_floating_point() else y.to(torch.get_default_dtype())
+    tensors = [out[n] for n, x in given.items() if isinstance(x, Tensor)]
+    if len({x.device for x in tensors}) > 1:
+        places = ", ".join(f"{n} on {out[n].device}" for n in given)
+        raise InputError(f"{owner}: all parameters must be on one device, but got {places}.")
+    if tensors:
+        kind = tensors[0].dtype
+        for x in tensors:
+            kind = torch.promote_types(kind, x.dtype)
+        kind = torch.float32 if kind in HALF else kind
+        out = {n: x.to(tensors[0].device, kind) for n, x in out.items()}
+    for name, x in out.items():
+        if not _sum_is_finite(x):
+            require(~x.isnan(), lambda name=name: f"{owner}: {name} holds NaN.")
+    return out, not tensors
+
+
+def row_of(x: Tensor) -> Tensor:
+    """A scalar parameter ``(*batch,)`` as ``(*batch, 1, 1)``: one row, one statistic."""
+    return x[..., None, None]
+
+
+def _extremes(x: Tensor) -> str:
+    return f"{float(x.min()):.6g} to {float(x.max()):.6g}"
+
+
+def positive(owner: str, name: str, x: Tensor) -> Tensor:
+    """`x`, if it is positive and finite."""
+    require(
+        (x > 0) & x.isfinite(),
+        lambda: f"{owner}: {name} must be positive and finite; it goes from {_extremes(x)}.",
+    )
+    return x
+
+
+def probability(owner: str, name: str, x: Tensor) -> Tensor:
+    """`x`, if it lies in [0, 1]."""
+    require(
+        (x >= 0) & (x <= 1),
+        lambda: f"{owner}: {name} must lie in [0, 1]; it goes from {_extremes(x)}.",
+    )
+    return x
+
+
+def finite(owner: str, name: str, x: Tensor) -> Tensor:
+    """`x`, if no entry is infinite."""
+    if not _sum_is_finite(x):
+        require(x.isfinite(), lambda: f"{owner}: {name} must be finite, but holds an infinity.")
+    return x
+
+
+def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
+    """A symmetric positive definite matrix ``(..., d, d)``, its two halves averaged."""
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise InputError(f"{owner}: {name} must be square, (..., d, d), but is {tuple(x.shape)}.")
+    tolerance = 1e3 * torch.finfo(x.dtype).eps
+    size = x.detach().abs().amax((-2, -1), keepdim=True)
+    require(
+        (x - x.mT).abs() <= tolerance * size,
+        lambda: (
+            f"{owner}: {name} must be symmetric; entries differ from their transposes by up to "
+            f"{float((x - x.mT).abs().max()):.3g}. Use (x + x.mT) / 2 if that is rounding."
+        ),
+    )
+    half = (x + x.mT) / 2
+    require(
+        torch.linalg.cholesky_ex(half.detach()).info == 0,
+        lambda: (
+            f"{owner}: {name} must be positive definite; its smallest eigenvalue is "
+            f"{float(torch.linalg.eigvalsh(half.detach()).min()):.3g}. Add a small multiple of "
+            "the identity if it should be."
+        ),
+    )
+    return half
+
+
+def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:
+    """Log-weights ``(..., size)``: each finite or -inf, not all -inf."""
+    if x.ndim < 1 or x.shape[-1] != size:
+        raise InputError(
+            f"{owner}: {name} must have one entry for each of the {size} points or components in "
+            f"its last dimension, but has shape {tuple(x.shape)}."
+        )
+    require(
+        x < float("inf"),
+        lambda: f"{owner}: {name} must be finite or -inf (no weight), not +inf.",
+    )
+    require(
+        (x > -float("inf")).any(-1),
+        lambda: (
+            f"{owner}: all weights are zero ({name} is -inf everywhere); a measure needs some mass."
+        ),
+    )
+    return x
+
+
+def broadcast(owner: str, **shapes: torch.Size | tuple[int, ...]) -> torch.Size:
+    """The common batch shape."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
+        raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.") from None
+
+
+def whole(owner: str, name: str, value: Any, least: int) -> int:
+    """A whole number, at least so large."""
+    try:
+        truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+        number = -math.inf if truth else operator.index(value)
+    except TypeError:
+        number = -math.inf
+    if number < least:
+        raise InputError(f"{owner}: {name} must be a whole number from {least} on, not {value!r}.")
+    return int(number)
+
+
+def real(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    open_at_least: bool = False,
+) -> float:
+    """A finite number within bounds."""
+    try:
+        out = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(f"{owner}: {name} must be a number, not {type(value).__name__}.") from None
+    low = out > least if open_at_least else out >= least
+    if not (math.isfinite(out) and low and out <= most):
+        bounds = [
+            f"{'above' if open_at_least else 'at least'} {least:g}" * (least > -math.inf),
+            f"at most {most:g}" * (most < math.inf),
+        ]
+        told = " and ".join(["finite", *filter(None, bounds)])
+        raise InputError(f"{owner}: {name} must be {told}, not {value!r}.")
+    return out
+
+
+def generator_of(owner: str, seed: Any) -> torch.Generator:
+    """A generator with that seed."""
+    try:
+        return torch.Generator().manual_seed(operator.index(seed))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(
+            f"{owner}: seed must be a whole number below 2^63, not {seed!r}."
+        ) from None

@@ -1,0 +1,157 @@
+"""What the derivatives of attention cost, as multiples of torch's own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cumulant.attention import attend, scaled_dot_product_attention
+from cumulant.derivatives import differentiable
+from cumulant.lab.bench.timing import Row, interleave, row
+
+__all__ = ["SHAPES", "run"]
+
+Shape = tuple[int, int, int, int]
+SHAPES: tuple[Shape, ...] = (
+    (1, 8, 1024, 64),
+    (1, 8, 4096, 64),
+    (8, 12, 512, 64),
+    (1, 1, 16384, 64),
+)
+_AGAINST_MATH: Shape = (1, 8, 4096, 64)
+
+_FORWARD = "SDPA forward"
+_BOTH = "SDPA forward+backward"
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _aims(n: int) -> list[tuple[str, str, float]]:
+    """(quantity, baseline, ratio hoped for) at length n."""
+    return [
+        ("attention forward", _FORWARD, 1.10),
+        ("attention forward+backward", _BOTH, 1.10),
+        ("attention + G + entropy, forward", _FORWARD, 1.5),
+        ("G with gradient in q, k", _BOTH, 1.3),
+        ("JVP, query tangent", _FORWARD, 3.6 if n >= 16384 else 3.3),
+        ("JVP, all tangents", _FORWARD, 5.0 if n >= 16384 else 4.3),
+        ("double backward alone", _FORWARD, 11.0 if n >= 4096 else 8.5),
+    ]
+
+
+def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
+    q, k, v, dq, dk, dv, g = (torch.randn(shape) for _ in range(7))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    seed = g.clone().requires_grad_()
+    ones = torch.ones(shape[:-1])
+
+    def both(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*leaves), leaves, g)
+
+    def statistics() -> object:
+        a = attend(q, k, v)
+        return a.entropy, a.mean, a.log_normalizer
+
+    def normalizer() -> object:
+        return torch.autograd.grad(attend(*leaves[:2]).log_normalizer, leaves[:2], ones)
+
+    first = torch.autograd.grad(_ours(*leaves), leaves, seed, create_graph=True)
+    return {
+        _FORWARD: lambda: F.scaled_dot_product_attention(q, k, v),
+        "attention forward": lambda: _ours(q, k, v),
+        _BOTH: both(F.scaled_dot_product_attention),
+        "attention forward+backward": both(_ours),
+        "attention + G + entropy, forward": statistics,
+        "G with gradient in q, k": normalizer,
+        "JVP, query tangent": lambda: torch.func.jvp(partial(_ours, k=k, v=v), (q,), (dq,)),
+        "JVP, all tangents": lambda: torch.func.jvp(_ours, (q, k, v), (dq, dk, dv)),
+        "double backward alone": lambda: torch.autograd.grad(
+            first, [*leaves, seed], (dq, dk, dv), retain_graph=True
+        ),
+    }
+
+
+def _math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
+    q, k, v, dq, dk, dv, g = (torch.randn(shape) for _ in range(7))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def jvp(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.func.jvp(function, (q, k, v), (dq, dk, dv))
+
+    def twice(function: Callable[..., Tensor]) -> Callable[[], object]:
+        def run() -> object:
+            first = torch.autograd.grad(function(*leaves), leaves, g, create_graph=True)
+            return torch.autograd.grad(first, leaves, (dq, dk, dv))
+
+        return run
+
+    return {
+        "math backend, all tangents": jvp(_math),
+        "JVP, all tangents": jvp(_ours),
+        "math backend, forward+backward+double backward": twice(_math),
+        "forward+backward+double backward": twice(_ours),
+    }
+
+
+_STEP = "torch, training step"
+_STEP_OURS = "training step in differentiable()"
+_MODEL = "2 layers, width 128, (8, 128) tokens"
+
+
+def _training_cases() -> dict[str, Callable[[], object]]:
+    """A training step of a small transformer: values and first gradients only."""
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 128, 128)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def ours() -> None:
+        with differentiable():
+            step()
+
+    return {_STEP: step, _STEP_OURS: ours}
+
+
+def run(
+    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+) -> list[Row]:
+    """Measure all shapes; `tick(what, of how many)` is called before every single run."""
+    shapes = SHAPES[:1] if quick else SHAPES
+    plan: list[tuple[Shape, dict[str, Callable[[], object]], int]] = []
+    plan.extend((s, _cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes)
+    against_math = SHAPES[0] if quick else _AGAINST_MATH
+    plan.append((against_math, _math_cases(against_math), 3))
+    training = _training_cases()
+    total = sum(len(cases) * (r + 1) for _, cases, r in plan) + len(training) * (rounds + 1)
+    rows: list[Row] = []
+    for shape, cases, repeats in plan:
+        label = str(shape)
+        seconds = interleave(
+            cases, rounds=repeats, tick=lambda name, label=label: tick(f"{label} {name}", total)
+        )
+        if _FORWARD in cases:
+            rows.extend(row(seconds, label, *aim) for aim in _aims(shape[2]))
+        else:
+            names = list(cases)
+            rows.append(row(seconds, label, names[1], names[0], 1 / 4))
+            rows.append(row(seconds, label, names[3], names[2], 1 / 3))
+    seconds = interleave(training, rounds=rounds, tick=lambda name: tick(name, total))
+    rows.append(row(seconds, _MODEL, _STEP_OURS, _STEP, 1.3))
+    return rows

@@ -1,0 +1,129 @@
+"""The lens against the model's own forward pass, and against eager attention with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.lab.bench.peak import growth
+from cumulant.lab.bench.timing import Row, interleave, row
+from cumulant.lens.models import load
+from cumulant.lens.observing import observe
+
+__all__ = ["run"]
+
+BATCH, LENGTH = 16, 512
+LONG = 8192
+
+
+def _ids(batch: int, length: int, words: int) -> dict[str, Tensor]:
+    ids = torch.randint(5, words, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _minilm(implementation: str) -> Any:
+    model = load().model
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def _forward(model: Any, inputs: dict[str, Tensor], **options: Any) -> object:
+    with torch.no_grad():
+        return model(**inputs, **options)
+
+
+def _observed(model: Any, inputs: dict[str, Tensor], **wanted: bool) -> object:
+    with observe(model, **wanted) as lens:
+        _forward(model, inputs)
+    return lens
+
+
+def _cases(batch: int, length: int) -> dict[str, Callable[[], object]]:
+    plain, eager = _minilm("sdpa"), _minilm("eager")
+    inputs = _ids(batch, length, plain.config.vocab_size)
+    return {
+        "sdpa forward": lambda: _forward(plain, inputs),
+        "eager, output_attentions": lambda: _forward(eager, inputs, output_attentions=True),
+        "G, entropy, variances": lambda: _observed(plain, inputs, k90=False, spectrum=False),
+        "and k90, class, top key": lambda: _observed(plain, inputs, spectrum=False),
+        "and leading eigenvalue": lambda: _observed(plain, inputs),
+    }
+
+
+def eager_weights() -> Callable[[], object]:
+    """MiniLM with the matrices of weights kept."""
+    return _cases(BATCH, LENGTH)["eager, output_attentions"]
+
+
+def all_statistics() -> Callable[[], object]:
+    """MiniLM with every per-token statistic."""
+    return _cases(BATCH, LENGTH)["and leading eigenvalue"]
+
+
+def long_text() -> Callable[[], object]:
+    """One text of 8,192 tokens through a small random BERT of 24 heads."""
+    transformers = import_module("transformers")
+    config = transformers.BertConfig(
+        vocab_size=100,
+        hidden_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=24,
+        intermediate_size=96,
+        max_position_embeddings=LONG,
+    )
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    inputs = _ids(1, LONG, 100)
+    return lambda: _observed(model, inputs)
+
+
+def run(
+    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+) -> list[Row]:
+    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    batch, length = (4, 256) if quick else (BATCH, LENGTH)
+    label = f"MiniLM, {batch} x {length}"
+    few = max(3, rounds // 2)
+    cases = _cases(batch, length)
+    total = len(cases) * (few + 1) + (0 if quick else 3)
+
+    def told(what: str) -> None:
+        tick(f"{label}: {what}", total)
+
+    seconds = interleave(cases, rounds=few, tick=told)
+    weights = "eager, output_attentions"
+    rows = [
+        row(seconds, label, "G, entropy, variances", "sdpa forward", 2.0),
+        row(seconds, label, "and k90, class, top key", weights, 1.0),
+        row(seconds, label, "and leading eigenvalue", weights, 1.0),
+    ]
+    if quick:
+        return rows
+    tick("peak memory of eager attention", total)
+    theirs = growth(__name__, "eager_weights")
+    tick("peak memory of the lens", total)
+    ours = growth(__name__, "all_statistics")
+    if ours is not None and theirs is not None:
+        rows.append(
+            Row(label, "all statistics", weights, ours, theirs, ours / theirs, 1 / 4, unit="MB")
+        )
+    tick("8192 tokens", total)
+    ours = growth(__name__, "long_text")
+    if ours is not None:
+        scores = 24 * LONG**2 * 4 / 2**20  # one array of weights of one layer in single precision
+        rows.append(
+            Row(
+                f"1 x {LONG}, 24 heads, one layer",
+                "all statistics",
+                "its weights alone",
+                ours,
+                scores,
+                ours / scores,
+                1 / 4,
+                unit="MB",
+            )
+        )
+    return rows

@@ -1,0 +1,196 @@
+"""The ledger: all claims, one run of an experiment, and what is written down about it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+import zlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import import_module, util
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from cumulant.core.errors import InputError
+from cumulant.lab.claims.claim import (
+    OPEN,
+    Claim,
+    Evidence,
+    Measured,
+    Picture,
+    Trial,
+    Verdict,
+    verdict,
+)
+
+__all__ = ["Entry", "claims", "lacking", "run", "select", "sources"]
+
+FOLDERS = ("theory", "systems")
+
+
+@cache
+def claims() -> dict[str, Claim]:
+    """Every claim by its id: T1 to T33, then the systems by name."""
+    found: list[Claim] = []
+    for folder in FOLDERS:
+        package = import_module(f"cumulant.lab.claims.{folder}")
+        names = sorted(module.name for module in iter_modules(package.__path__))
+        found += [import_module(f"{package.__name__}.{name}").CLAIM for name in names]
+    return {claim.id: claim for claim in found}
+
+
+def select(names: Iterable[str] = ()) -> list[Claim]:
+    """The claims of these ids, in the ledger's order; all if none is named.
+
+    Raises:
+        InputError: no claim has that id; the known ones are listed.
+    """
+    known = claims()
+    by_name = {name.lower(): name for name in known}
+    wanted: set[str] = set()
+    for given in names:
+        name = given.strip().lower()
+        name = re.sub(r"^t0+(?=[0-9])", "t", name)  # T07 is T7 to a person
+        if name not in by_name:
+            raise InputError(f"there is no claim {given!r}; the claims are {', '.join(known)}.")
+        wanted.add(name)
+    return [known[by_name[n]] for n in by_name if not wanted or n in wanted]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one run of an experiment came to.
+
+    ``crash`` holds the error if the experiment did not end, ``not_run`` what it lacked to begin.
+    The verdict of both is *open*, and a crash is a departure from whatever was recorded.
+    """
+
+    claim: Claim
+    seed: int
+    quick: bool
+    verdict: Verdict = OPEN
+    numbers: tuple[Measured, ...] = ()
+    finding: str = ""
+    picture: Picture | None = None
+    seconds: float = 0.0
+    crash: str | None = None
+    not_run: str | None = None
+
+    @property
+    def departs(self) -> bool:
+        """Whether this is not what was written down when the claim was judged."""
+        if self.not_run is not None:
+            return False
+        broken = any(x.form == "control" and x.outcome != "passed" for x in self.numbers)
+        return self.crash is not None or broken or self.verdict != self.claim.recorded
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the picture, for JSON; numbers that are not finite are None."""
+        about = self.claim
+        numbers = [
+            {name: _plain(value) for name, value in asdict(x).items()} | {"outcome": x.outcome}
+            for x in self.numbers
+        ]
+        return {
+            "id": about.id,
+            "title": about.title,
+            "verdict": self.verdict,
+            "recorded": about.recorded,
+            "departs": self.departs,
+            "measured": {x["name"]: x["value"] for x in numbers},
+            "finding": self.finding,
+            "statement": about.statement,
+            "correction": about.correction,
+            "source": about.source,
+            "formula": about.formula,
+            "systems": list(about.systems),
+            "tests": list(about.tests),
+            "numbers": numbers,
+            "caption": None if self.picture is None else self.picture.caption,
+            "seconds": round(self.seconds, 3),
+            "crash": self.crash,
+            "not_run": self.not_run,
+        }
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def lacking(claim: Claim) -> list[str]:
+    """The packages an experiment needs that are not there."""
+
+    def there(name: str) -> bool:
+        try:
+            return util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            return False
+
+    return [name for name in claim.needs if not there(name)]
+
+
+@contextmanager
+def _own_settings() -> Generator[None]:
+    """Whatever the caller has set: gradients, single precision by default, and one thread.
+
+    Experiments are many small steps: more threads gain little, stall on a busy machine, and would
+    make the last digits depend on their number.
+    """
+    threads, kind = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+        torch.set_num_threads(threads)
+
+
+@cache
+def sources() -> str:
+    """A digest of the library as it is: what was measured with another is not taken up again."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
+    """Make the experiment and judge the claim by its numbers.
+
+    Random numbers depend on the seed and the claim alone, so a claim run by itself finds what it
+    finds among others. An experiment that fails is an entry that says so, not an error.
+    """
+    entry = Entry(claim, seed, quick)
+    if missing := lacking(claim):
+        need = f"needs {', '.join(missing)}: pip install 'cumulant[demo]'"
+        return replace(entry, not_run=need)
+    own = zlib.crc32(f"{seed} {claim.id}".encode())
+    started = time.perf_counter()
+    with torch.random.fork_rng(), _own_settings():
+        torch.manual_seed(own)
+        try:
+            evidence: Evidence | None = claim.experiment(Trial(own, quick))
+            crash = None
+        except Exception as error:  # whatever it is, the other claims have their say
+            evidence, crash = None, f"{type(error).__name__}: {error}".split("\n")[0]
+    entry = replace(entry, seconds=time.perf_counter() - started, crash=crash)
+    if evidence is None:
+        return entry
+    numbers = tuple(evidence.numbers)
+    return replace(
+        entry,
+        verdict=verdict(numbers),
+        numbers=numbers,
+        finding=evidence.finding,
+        picture=evidence.picture,
+    )

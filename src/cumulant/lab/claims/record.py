@@ -1,0 +1,242 @@
+"""The ledger in a folder: JSON, a page of Markdown, pictures; what is finished stays finished."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cumulant.core.errors import InputError
+from cumulant.core.files import make_folder, write_file
+from cumulant.figures import as_svg, need_matplotlib
+from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Claim, Evidence
+from cumulant.lab.claims.ledger import Entry, run, sources
+
+__all__ = ["LEDGER", "Keeper", "bound", "markdown", "measured", "outcome", "tally"]
+
+LEDGER, PAGE, PARTIAL, FIGURES = "claims.json", "ledger.md", "claims.partial.json", "figures"
+
+Row = dict[str, Any]
+
+
+class Keeper:
+    """Runs claims one after another and, in a folder, keeps each as it is finished.
+
+    An interrupted run leaves its finished claims in claims.partial.json; the same settings again
+    go on from there; other settings, or another state of the library, begin anew. An earlier
+    claims.json is replaced at the end only.
+
+    Args:
+        claims: what to run.
+        seed: makes the run repeatable.
+        quick: small experiments.
+        folder: where to keep it; None keeps nothing.
+        version: of the library; another version begins anew.
+    """
+
+    def __init__(
+        self,
+        claims: Sequence[Claim],
+        *,
+        seed: int,
+        quick: bool,
+        folder: Path | None,
+        version: str,
+    ) -> None:
+        self.claims, self.folder = claims, folder
+        self.about: Row = {"version": version, "seed": seed, "quick": quick}
+        self.pictures = folder is not None and _can_draw()
+        self.rows: dict[str, Row] = {}
+        if folder is not None:
+            make_folder(folder)
+            make_folder(folder / FIGURES)
+            self.rows = self._earlier()
+
+    @property
+    def done(self) -> int:
+        """How many of the claims asked for are there."""
+        return sum(claim.id in self.rows for claim in self.claims)
+
+    def run(self, claim: Claim) -> Row:
+        """The claim's row: of an interrupted run if it is there, otherwise by experiment."""
+        if claim.id not in self.rows:
+            entry = run(claim, seed=self.about["seed"], quick=self.about["quick"])
+            row = entry.as_dict()
+            if self.folder is not None:
+                self._draw(entry, row)
+            self.rows[claim.id] = row
+            self._keep(self.rows.values())
+        return self.rows[claim.id]
+
+    def finish(self) -> Row:
+        """The whole ledger, written where there is a folder."""
+        asked = [claim.id for claim in self.claims]
+        rows = [self.rows[name] for name in asked]
+        ledger = {**self.about, "complete": True, "asked": asked, "claims": rows}
+        if self.folder is not None:
+            page = markdown(ledger)
+            _write(self.folder / LEDGER, ledger)
+            write_file(self.folder / PAGE, page)
+            # Other claims of a run that was interrupted stay for it.
+            self._keep(row for name, row in self.rows.items() if name not in asked)
+        return ledger
+
+    def _settings(self) -> Row:
+        """What rows must have in common to stand in one ledger."""
+        return {**self.about, "sources": sources(), "pictures": self.pictures}
+
+    def _keep(self, rows: Iterable[Row]) -> None:
+        if self.folder is None:
+            return
+        if kept := list(rows):
+            _write(self.folder / PARTIAL, {"about": self._settings(), "claims": kept})
+        else:
+            (self.folder / PARTIAL).unlink(missing_ok=True)
+
+    def _draw(self, entry: Entry, row: Row) -> None:
+        """The picture, if there is one; a claim without loses that of an earlier run."""
+        assert self.folder is not None
+        path = self.folder / FIGURES / f"{entry.claim.id}.svg"
+        if entry.picture is None or not self.pictures:
+            row["caption"] = None
+            path.unlink(missing_ok=True)
+            return
+        try:
+            content = as_svg(entry.picture.draw, entry.picture.size, entry.claim.id)
+        except Exception as error:  # a picture that fails is a crash of the experiment
+            row["crash"] = f"picture: {type(error).__name__}: {error}".split("\n")[0]
+            row |= {"caption": None, "departs": True, "verdict": OPEN}
+            path.unlink(missing_ok=True)
+            return
+        write_file(path, content)
+
+    def _earlier(self) -> dict[str, Row]:
+        """Rows of an interrupted run with these settings; none of it if anything is amiss."""
+        assert self.folder is not None
+        try:
+            kept = json.loads((self.folder / PARTIAL).read_text(encoding="utf-8"))
+            rows: list[Row] = [dict(row) for row in kept["claims"]] if self._same(kept) else []
+            markdown({**self.about, "claims": rows})  # can they be shown?
+            json.dumps(rows, allow_nan=False).encode()
+            complete = {row["id"]: row for row in rows if set(row) == _FIELDS}
+        except Exception:  # whatever a damaged file makes of itself
+            return {}
+        # What crashed or lacked something is tried again.
+        return {name: row for name, row in complete.items() if self._sound(name, row)}
+
+    def _same(self, kept: Row) -> bool:
+        return bool(kept["about"] == self._settings())
+
+    def _sound(self, name: str, row: Row) -> bool:
+        assert self.folder is not None
+        drawn = row["caption"] is None or (self.folder / FIGURES / f"{name}.svg").is_file()
+        return drawn and row["crash"] is None and row["not_run"] is None
+
+
+_FIELDS = set(Entry(Claim("", "", "", "", "", OPEN, lambda _: Evidence((), "")), 0, True).as_dict())
+
+
+def _can_draw() -> bool:
+    try:
+        need_matplotlib()
+    except InputError:
+        return False
+    return True
+
+
+def _write(path: Path, content: Row) -> None:
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+    write_file(path, text + "\n")
+
+
+def tally(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many of each verdict: `30 hold, 9 hold with a correction, ...`."""
+    counts = Counter(outcome(row) for row in rows)
+    words = {
+        HOLDS: ("holds", "hold"),
+        CORRECTED: ("holds with a correction", "hold with a correction"),
+        FAILS: ("does not hold in general", "do not hold in general"),
+        OPEN: ("is open", "are open"),
+        "crashed": ("crashed", "crashed"),
+        "not run": ("was not run", "were not run"),
+    }
+    told = [(counts[name], words[name]) for name in words if counts[name]]
+    return ", ".join(f"{n} {one if n == 1 else many}" for n, (one, many) in told)
+
+
+def outcome(row: Mapping[str, Any]) -> str:
+    """The verdict, or why there is none: a claim that was not run is not an open question."""
+    return "not run" if row.get("not_run") else "crashed" if row.get("crash") else row["verdict"]
+
+
+def markdown(ledger: Mapping[str, Any]) -> str:
+    """The ledger as a page: a table of verdicts, then each claim with its numbers and picture."""
+    rows: list[Row] = ledger["claims"]
+    flags = f" --seed {ledger['seed']}" if ledger["seed"] else ""
+    flags += " --quick" if ledger["quick"] else ""
+    lines = [
+        "# The ledger",
+        "",
+        "Every claim of *A Probabilistic Interpretation of Transformers* (Shim, arXiv 2205.01080) "
+        "and its drafts, and every system they lean on, as an experiment. A verdict follows from "
+        "the numbers below it: numbers of the *statement* as the draft makes it, of its "
+        "*correction*, and *controls* without which the experiment would mean nothing.",
+        "",
+        f"Made by `cumulant claims{flags}`, version {ledger['version']}: {tally(rows)}.",
+        "",
+        "| | claim | verdict |",
+        "|---|---|---|",
+    ]
+    lines += [f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} |" for r in rows]
+    for row in rows:
+        lines += ["", *_section(row)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(row: Row) -> list[str]:
+    lines = [f"## {row['id']}", "", f"**{row['title']}: {outcome(row)}.** {row['statement']}"]
+    lines += ["", f"$$\n{row['formula']}\n$$", "", f"Source: {row['source']}."]
+    if row["systems"]:
+        lines[-1] += f" Known as: {', '.join(row['systems'])}."
+    if row["correction"]:
+        lines += ["", f"*Correction.* {row['correction']}"]
+    if row["finding"]:
+        lines += ["", row["finding"]]
+    for trouble in ("crash", "not_run"):
+        if row[trouble]:
+            lines += ["", f"*{'Crashed' if trouble == 'crash' else 'Not run'}: {row[trouble]}*"]
+    if row["numbers"]:
+        lines += ["", "| number | measured | should be | speaks for |", "|---|---|---|---|"]
+        lines += [
+            f"| {cell(x['says'])} (`{x['name']}`) | {measured(x)} | {bound(x)} | {x['form']} |"
+            for x in row["numbers"]
+        ]
+    if row["caption"]:
+        lines += ["", f"![{row['caption']}]({FIGURES}/{row['id']}.svg)", "", f"*{row['caption']}*"]
+    if row["tests"]:
+        lines += ["", f"Law: {', '.join(f'`{path}`' for path in row['tests'])}."]
+    return lines
+
+
+def cell(text: str) -> str:
+    """Text that does not end its cell."""
+    return text.replace("|", "\\|")
+
+
+def measured(number: Mapping[str, Any]) -> str:
+    """The value with its standard error: `0.51 ± 0.02`."""
+    if number["value"] is None:
+        return "not finite"
+    error = "" if number["error"] is None else f" ± {number['error']:.1g}"
+    return f"{number['value']:.4g}{error}"
+
+
+def bound(number: Mapping[str, Any]) -> str:
+    """What the value should be, and whether it is."""
+    if number["form"] == "noted":
+        return ""
+    limit = f"≤ {number['high']:.4g}" if number["high"] is not None else f"≥ {number['low']:.4g}"
+    refuted = "" if number["refuted"] is None else f" (refuted at {number['refuted']:.4g})"
+    return f"{limit}{refuted}: {number['outcome']}"

@@ -1,0 +1,396 @@
+"""T17: what is the fixed point of attention and normalization, and is it Gaussian?"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulant import dynamics
+from cumulant.figures import INK, MUTED, series_color, tidy
+from cumulant.lab.claims.claim import FAILS, Claim, Evidence, Picture, Trial, at_most, noted
+
+ANSWER = (
+    "The fixed point is not Gaussian in general.",
+    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance grows "
+    "without bound, in continuous time to infinity at a finite time, and, unless it is isotropic, "
+    "loses rank on the way; a finite cloud follows it for a while and then leaves it.",
+    "Projection to the sphere and layer normalization destroy the Gaussian in their first step; "
+    "whitening, an affine map of the whole cloud, keeps the law, yet finite clouds drift away from "
+    "it, and clouds that start elsewhere do not come to it.",
+    "What attention with a normalization of each token reaches is clustering: one point at high "
+    "temperature, at low temperature several clusters that live long.",
+    "The uniform law on the sphere is stationary as well, but the finite clouds run here leave it "
+    "for clusters.",
+)
+
+# Layer norm takes one dimension away, so it gets one more; all clouds are tested in the plane.
+KINDS: dict[str, tuple[dynamics.Contraction | None, int]] = {
+    "none": (None, 2),
+    "whitening": (dynamics.Whiten(), 2),
+    "sphere": (dynamics.Sphere(), 2),
+    "layer norm": (dynamics.LayerNorm(), 3),
+}
+STEP, SEEN = 0.2, (0, 1, 4, 8, 16, 24)
+PLANE = F.normalize(torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=torch.float64), dim=-1)
+
+
+def tested(x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Which clouds a 5% test rejects, and the statistic over its 95% level, for each cloud."""
+    away = x - x.mean(-2, keepdim=True)
+    values = torch.linalg.eigvalsh(away.mT @ away)
+    full = values[..., 0] > 1e-10 * values[..., -1]  # what has become flat is no Gaussian
+    test = dynamics.gaussianity(x[full], draws=draws)
+    rejected, distance = torch.ones(full.shape), torch.full(full.shape, float("nan"))
+    rejected[full] = (test.p_value <= 0.05).float()
+    distance[full] = (test.statistic / test.null_quantiles[-1]).float()
+    return rejected, distance
+
+
+def decay(trial: Trial, n: int, clouds: int, draws: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """From Gaussian clouds N(0, I/4) at beta = 1: both of the above, ``(times, clouds)``."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, (contraction, d) in KINDS.items():
+        x = 0.5 * trial.normal(clouds, n, d)
+        run = dynamics.simulate(
+            x, SEEN[-1], step_size=STEP, contraction=contraction, observables={}
+        )
+        states = run.states[list(SEEN)]
+        found[name] = tested(states @ PLANE.mT if d == 3 else states, draws)
+    return found
+
+
+def estimate(samples: Tensor) -> tuple[float, float]:
+    """A share and its standard error; without exceptions, what one of them would make."""
+    count = len(samples)
+    return float(samples.mean()), max(float(samples.std()), 1 / count**0.5) / count**0.5
+
+
+def step_gap(trial: Trial) -> float:
+    """A step under each contraction against plain torch."""
+
+    def whitened(z: Tensor) -> Tensor:
+        away = z - z.mean(0)
+        values, vectors = torch.linalg.eigh(away.mT @ away / len(z))
+        return away @ vectors @ torch.diag(values.rsqrt()) @ vectors.mT
+
+    x = trial.normal(20, 3)
+    moved = x + STEP * (x @ x.mT).softmax(-1) @ x
+    plain = {
+        "none": moved,
+        "whitening": whitened(moved),
+        "sphere": moved / moved.norm(dim=-1, keepdim=True),
+        "layer norm": F.layer_norm(moved, (3,), eps=0),
+    }
+    return max(
+        float((dynamics.step(x, step_size=STEP, contraction=KINDS[k][0]) - y).abs().max())
+        for k, y in plain.items()
+    )
+
+
+def law_gaps(trial: Trial) -> tuple[float, float]:
+    """The Gaussian law against its closed forms and scipy; the blow-up time against numpy."""
+    one = torch.eye(3, dtype=torch.float64)
+    m, factor = trial.normal(3), 0.5 * trial.normal(3, 3)
+    S = factor @ factor.mT + 0.1 * one
+    A, V = one + 0.2 * trial.normal(3, 3), one + 0.2 * trial.normal(3, 3)
+
+    def rate(_: float, y: Any) -> Any:
+        mean, spread = y[:3], y[3:].reshape(3, 3)
+        drift = V.numpy() @ spread @ A.numpy() @ spread
+        return np.concatenate(
+            [V.numpy() @ (mean + spread @ A.numpy() @ mean), (drift + drift.T).ravel()]
+        )
+
+    root = np.linalg.cholesky(S.numpy())
+    end = 1 / np.linalg.eigvalsh(root.T @ (A + A.mT).numpy() @ root)[-1]
+    time = 0.3 * float(end)
+    start = np.concatenate([m.numpy(), S.numpy().ravel()])
+    path = import_module("scipy.integrate").solve_ivp(
+        rate, (0, time), start, rtol=1e-11, atol=1e-12
+    )
+    y = torch.from_numpy(path.y[:, -1])
+    flow = dynamics.gaussian_flow(m, S, [time], scores=A, values=V)
+    once = dynamics.gaussian_map(m, S, 1)
+    gaps = (
+        (flow.mean[0] - y[:3]).norm() / y[:3].norm(),
+        (flow.covariance[0].flatten() - y[3:]).norm() / y[3:].norm(),
+        (once.mean[1] - 2 * m - S @ m).norm() / m.norm(),
+        (once.covariance[1] - (one + S) @ S @ (one + S)).norm() / S.norm(),
+    )
+    blow_up = float(dynamics.gaussian_flow(m, S, [0.0], scores=A).blow_up_time)
+    return float(torch.stack(gaps).max()), abs(blow_up / float(end) - 1)
+
+
+def equiangular_gap() -> float:
+    """Eight points at equal angles on the sphere against their equation, by scipy."""
+    n, beta, cosine = 8, 3.0, 0.1
+    gram = (1 - cosine) * torch.eye(n, dtype=torch.float64) + cosine
+    x = torch.linalg.cholesky(gram)
+    run = dynamics.flow(x, [2.0], beta=beta, contraction=dynamics.Sphere(), observables={}).final
+
+    def rate(_: float, g: Any) -> Any:
+        return 2 * (1 - g) * ((n - 1) * g + 1) / (np.exp(beta * (1 - g)) + n - 1)
+
+    path = import_module("scipy.integrate").solve_ivp(
+        rate, (0, 2), [cosine], rtol=1e-11, atol=1e-12
+    )
+    i, j = torch.triu_indices(n, n, 1)
+    return float(((run @ run.mT)[i, j] - path.y[0, -1]).abs().max())
+
+
+def attraction(trial: Trial, n: int, clouds: int) -> tuple[Tensor, Tensor]:
+    """Energy distance over that of the start, under whitening, from four laws that are not
+    Gaussian: at the end for beta = 1, and at its least for beta = 4, ``(4, clouds)`` each."""
+    uniform = trial.uniform(clouds, n, 2)
+    sign = (trial.uniform(clouds, n, 2) > 0.5).double() * 2 - 1
+    laws = (  # a square, a disc, two groups, a law with heavy tails
+        uniform - 0.5,
+        F.normalize(trial.normal(clouds, n, 2), dim=-1) * uniform[..., :1].sqrt(),
+        0.5 * trial.normal(clouds, n, 2) + 1.5 * sign[..., :1] * torch.tensor([1.0, 0.0]),
+        -uniform.clamp_min(1e-12).log() * sign,
+    )
+    start = dynamics.Whiten()(torch.stack(laws))
+    ratios: list[Tensor] = []
+    for beta in (1.0, 4.0):
+        run = dynamics.simulate(
+            start, 24, beta=beta, step_size=STEP, contraction=dynamics.Whiten(), observables={}
+        ).states
+        distance = dynamics.gaussianity(run[[0, 1, 2, 4, 8, 24]], draws=1).statistic
+        ratios.append(distance / distance[0])
+    return ratios[0][-1], ratios[1].amin(0)
+
+
+def experiment(trial: Trial) -> Evidence:
+    """Gaussian clouds of tens to thousands of points under four contractions, with controls."""
+    sizes = [(32, 20, 199), (128, 20, 199), (512, 6, 99), (2048, 2, 39)]
+    if trial.quick:
+        sizes = [(32, 8, 99), (128, 5, 99), (512, 2, 39)]
+    runs = {n: decay(trial, n, clouds, draws) for n, clouds, draws in sizes}
+    # All clouds of all N together, at each time.
+    rejected = {k: torch.cat([run[k][0] for run in runs.values()], -1) for k in KINDS}
+    alarms = estimate(torch.cat([x[0] for x in rejected.values()]))
+    late = {k: estimate(x[-1]) for k, x in rejected.items()}
+    ever = {k: estimate(x[1:].amin(0)) for k, x in rejected.items()}
+    law, blow_up = law_gaps(trial)
+    ends, dips = attraction(trial, trial.size(256, 128), trial.size(8, 4))
+    nearest = ends[ends.mean(-1).argmin()]
+
+    # As many points as can follow: eta' S eta stays far below 2 log N.
+    half = trial.normal(4, trial.size(1000, 500), 2)
+    cloud = 0.2**0.5 * dynamics.Whiten()(torch.cat([half, -half], -2))
+    moved = dynamics.simulate(cloud, 2, observables={}).final
+    exact = 0.2 * 1.2**2 * (1 + 0.2 * 1.2**2) ** 2
+    off = (moved.mT @ moved / moved.shape[-2] / exact - torch.eye(2)).norm(dim=(-2, -1))
+
+    ring = dynamics.start("ring", 100, 2, dtype=torch.float64)
+    still = dynamics.flow(ring, [1.0], beta=2.0, contraction=dynamics.Sphere(), observables={})
+    starts = F.normalize(trial.normal(trial.size(6, 2), 48, 3), dim=-1)
+    beta = torch.tensor([1.0, 9.0], dtype=torch.float64)[:, None, None, None]
+    times = torch.linspace(0, 30, 121, dtype=torch.float64)
+    spheres = dynamics.flow(
+        starts.expand(2, *starts.shape).contiguous(),
+        times,
+        beta=beta.expand(2, len(starts), 1, 1),
+        contraction=dynamics.Sphere(),
+        observables={},
+        rtol=1e-5,
+        atol=1e-7,
+    ).states
+    hot, cold = dynamics.clusters(spheres[-1]).count.double()
+
+    S = torch.diag(torch.tensor([0.25, 0.2, 0.125], dtype=torch.float64))
+    shares_of_time = torch.linspace(0, 0.99, 100, dtype=torch.float64)
+    path = dynamics.gaussian_flow(torch.zeros(3, dtype=torch.float64), S, 2 * shares_of_time)
+    values = torch.linalg.eigvalsh(path.covariance)
+    values = values / values[:, -1:]
+
+    def draw(figure: Any) -> None:
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 0.9, 0.9))
+        dashes = {"layer norm": "-", "sphere": ":", "whitening": "--", "none": "-"}
+        for i, (name, dash) in enumerate(dashes.items()):
+            for j, run in enumerate(runs.values()):
+                left.plot(
+                    STEP * np.array(SEEN),
+                    run[name][1].nanmedian(-1).values,
+                    dash,
+                    color=series_color((4, 1, 2, 0)[i]),
+                    linewidth=0.7 + 0.5 * j,
+                    label=name if j == len(runs) - 1 else None,
+                )
+        left.axhline(1, color=INK, linewidth=0.8)
+        left.set(yscale="log", xlabel="time", ylabel="distance to a Gaussian / its 95% level")
+        left.set(ylim=(0.3, 4000), title=f"Gaussianity lost, N = 32 (thin) to {max(runs)}")
+        left.legend(loc="upper left", ncols=2)
+        angle = np.linspace(0, 2 * np.pi, 200)
+        middle.plot(np.cos(angle), np.sin(angle), color=MUTED, linewidth=0.8)
+        shown = spheres[:, 1, 0]
+        for k in range(shown.shape[1]):
+            middle.plot(*shown[:, k, :2].mT, color=series_color(0), linewidth=0.5)
+        middle.scatter(*shown[0, :, :2].mT, s=8, color=MUTED, zorder=3, label="start")
+        middle.scatter(*shown[-1, :, :2].mT, s=36, color=series_color(1), zorder=4, label="t = 30")
+        middle.set(aspect="equal", xticks=[], yticks=[], ylim=(-1.05, 1.3))
+        middle.set_title("On the sphere: clusters")
+        middle.spines[:].set_visible(False)
+        middle.legend(loc="upper center", ncols=2)
+        tidy(middle)
+        for i in range(3):
+            right.plot(shares_of_time, values[:, 2 - i], color=series_color(i), label=f"λ{i + 1}")
+        right.set(xlabel="time / blow-up time", ylabel="variance / the largest", ylim=(0, 1.05))
+        right.set_title("No normalization: rank is lost")
+        right.legend(loc="lower left")
+
+    return Evidence(
+        [
+            at_most(
+                "sphere_rejected",
+                ever["sphere"][0],
+                0.15,
+                "sphere: share of Gaussian clouds that a 5% test rejects at each look, after "
+                f"{', '.join(map(str, SEEN[1:-1]))} and {SEEN[-1]} steps",
+                error=ever["sphere"][1],
+            ),
+            at_most(
+                "layer_norm_rejected",
+                ever["layer norm"][0],
+                0.15,
+                "layer norm: the same",
+                error=ever["layer norm"][1],
+            ),
+            at_most(
+                "whitening_rejected",
+                late["whitening"][0],
+                0.15,
+                f"whitening: share rejected at time {STEP * SEEN[-1]:g}",
+                error=late["whitening"][1],
+            ),
+            at_most(
+                "attraction",
+                nearest.mean(),
+                1,
+                "clouds of other laws, whitened: distance to a Gaussian at the end over that at "
+                "the start, least of four laws",
+                error=float(nearest.std()) / len(nearest) ** 0.5,
+            ),
+            at_most(
+                "false_alarms",
+                alarms[0],
+                0.25,
+                "share of the Gaussian clouds rejected before the first step",
+                form="control",
+                error=alarms[1],
+            ),
+            at_most(
+                "law_gap",
+                law,
+                1e-6,
+                "Gaussian law of map and flow against closed form and scipy",
+                form="control",
+            ),
+            at_most(
+                "blow_up_gap",
+                blow_up,
+                1e-9,
+                "blow-up time against 1/λmax of Σ^½(A+Aᵀ)Σ^½",
+                form="control",
+            ),
+            at_most(
+                "particles_gap",
+                off.mean(),
+                0.1,
+                "covariance of a cloud after two steps against the law's",
+                form="control",
+                error=float(off.std()) / 2,
+            ),
+            at_most(
+                "equiangular_gap",
+                equiangular_gap(),
+                1e-6,
+                "cosine of equiangular points on the sphere against its equation",
+                form="control",
+            ),
+            at_most(
+                "uniform_moved",
+                (still.final - ring).abs().max(),
+                1e-6,
+                "how far points spread evenly on the circle move: not at all",
+                form="control",
+            ),
+            at_most(
+                "step_gap",
+                step_gap(trial),
+                1e-9,
+                "a step under each contraction against plain torch",
+                form="control",
+            ),
+            noted(
+                "unnormalized_rejected",
+                late["none"][0],
+                f"no normalization: share rejected at time {STEP * SEEN[-1]:g}",
+                error=late["none"][1],
+            ),
+            noted(
+                "heavy_tail_dip",
+                dips.mean(-1).min(),
+                "at β = 4, the least such distance on the way: heavy tails are cut at first",
+            ),
+            noted(
+                "clusters_hot",
+                hot.mean(),
+                "clusters of 48 points on the sphere at t = 30, β = 1",
+                error=float(hot.std()) / len(hot) ** 0.5,
+            ),
+            noted(
+                "clusters_cold",
+                cold.mean(),
+                "the same for β = 9",
+                error=float(cold.std()) / len(cold) ** 0.5,
+            ),
+            noted(
+                "second_variance",
+                values[-1, 1],
+                "second variance over the largest at 0.99 of the blow-up time, from 0.8",
+            ),
+        ],
+        f"From the first step on {ever['sphere'][0]:.0%} of Gaussian clouds of {min(runs)} to "
+        f"{max(runs)} points are rejected as Gaussian on the sphere and "
+        f"{ever['layer norm'][0]:.0%} under layer norm; under whitening "
+        f"{late['whitening'][0]:.0%} by t = {STEP * SEEN[-1]:g}. Other laws end at least "
+        f"{float(nearest.mean()):.1f} times as far from a Gaussian as they began. Clusters left on "
+        f"the sphere: {float(hot.mean()):.1f} at β = 1, {float(cold.mean()):.1f} at β = 9.",
+        Picture(
+            draw,
+            "Left: Gaussian clouds of growing N; above the line at 1 they are told from "
+            "Gaussians. Sphere and layer norm lose the Gaussian at once, whitening and no "
+            "normalization in a few units of time, the larger clouds the more clearly. Middle: 48 "
+            "points on the sphere, seen from above, run into clusters (β = 9). Right: without "
+            "normalization the law stays Gaussian, but its smaller variances vanish beside the "
+            "largest before it blows up.",
+            (10.5, 3.7),
+        ),
+    )
+
+
+CLAIM = Claim(
+    id="T17",
+    title="The fixed point of attention and normalization",
+    statement=(
+        "Attention spreads the points, normalization shrinks them back towards a Gaussian: "
+        "repeated, the layer has a Gaussian distribution as its fixed point."
+    ),
+    source="exponential family draft, §3.1, end",
+    formula=r"\mathcal{N}(m, \Sigma) \mapsto \mathcal{N}\left(2m + \Sigma m, "
+    r"(I + \Sigma)\Sigma(I + \Sigma)\right), \qquad "
+    r"\Sigma(t) = \left(\Sigma_0^{-1} - 2t I\right)^{-1}",
+    recorded=FAILS,
+    experiment=experiment,
+    tests=(
+        "tests/laws/test_population.py",
+        "tests/dynamics/test_instruments.py",
+        "tests/dynamics/test_study.py",
+    ),
+)

@@ -1,0 +1,225 @@
+"""T23: what the weight matrices of a real model do, which neither theory explains."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant import attend
+from cumulant.figures import COLORS, series_color
+from cumulant.lab.claims.claim import OPEN, Claim, Evidence, Picture, Trial, at_most, noted
+from cumulant.lab.claims.real import (
+    NEEDS,
+    Sublayer,
+    attentions,
+    loaded,
+    passage_ids,
+    split,
+    sublayers,
+)
+from cumulant.lens import observe
+from cumulant.lens.sensitivity import Group, sensitivity
+from cumulant.lens.weights import Block, projections
+
+SIZE = 1e-3  # of the perturbation, relative to the weights
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|."""
+    return float((a - b).norm() / b.norm())
+
+
+def merge(heads: Tensor) -> Tensor:
+    """``(H, N, d)`` to ``(N, D)``."""
+    return heads.transpose(-3, -2).flatten(-2)
+
+
+def ablated(layer: Sublayer) -> dict[str, float]:
+    """How far the attention output moves if a part is left out; the block's for feed-forward."""
+    block, x, scale = layer.block, layer.state, layer.scale
+    dense = block.attention.output.dense
+    query, key, value = layer.query, layer.key, layer.value
+    weights = (scale * query @ key.mT).softmax(-1)
+    output = dense(merge(attend(query, key, value, scale=scale).mean))
+    token = split(x)
+    without_qk = dense(merge(attend(token, token, value, scale=scale).mean))
+    without_vo = merge(attend(query, key, token, scale=scale).mean)
+    best = (without_vo * output).sum() / without_vo.square().sum()
+    after = block.attention.output.LayerNorm(output + x)
+    rebuilt = block.output(block.intermediate(after), after)
+    return {
+        "rebuilt": relative(rebuilt, layer.after),
+        "query_key": relative(without_qk, output),
+        "uniform": relative(dense(merge(value.mean(-2, keepdim=True).expand_as(value))), output),
+        "value_output": relative(best * without_vo, output),
+        "heads": relative(dense(merge(weights.mean(0) @ value)), output),
+        "feed_forward": relative(block.output.LayerNorm(after), layer.after),
+    }
+
+
+def lens_gap() -> float:
+    """Entropy, largest weight and weight on itself by the lens, against the written-out weights."""
+    with observe(loaded().model, spectrum=False) as lens:
+        loaded().model(passage_ids())
+    table = lens.table()
+    p = torch.stack(attentions())
+    truth = {
+        "entropy": -torch.xlogy(p, p).sum(-1),
+        "top_weight": p.amax(-1),
+        "self_mass": p.diagonal(dim1=-2, dim2=-1),
+    }
+    found = {name: torch.tensor(table[name].to_numpy(float)) for name in truth}
+    return max(float((found[n] - x.flatten()).abs().max()) for n, x in truth.items())
+
+
+def perturbed(blocks: tuple[Block, ...], ids: Tensor, trial: Trial, draws: int) -> float:
+    """The figure of `sensitivity` by changing the weights and running the model again."""
+    model = loaded().model
+    before, squares = model(ids).last_hidden_state, 0.0
+    kept = [b.parameter.detach().clone() for b in blocks]
+    for _ in range(draws):
+        try:
+            for block, own in zip(blocks, kept, strict=True):
+                noise = trial.normal(*own.shape).to(own) * own.norm() / math.sqrt(own.numel())
+                block.parameter.copy_(own + SIZE * noise)
+            squares += relative(model(ids).last_hidden_state, before) ** 2 / draws
+        finally:
+            for block, own in zip(blocks, kept, strict=True):
+                block.parameter.copy_(own)
+    return math.sqrt(squares) / SIZE
+
+
+@torch.no_grad()
+def experiment(trial: Trial) -> Evidence:
+    """Each block of MiniLM with its own input, one part replaced at a time."""
+    model, ids = loaded().model, passage_ids()[:, :64]
+    lost = [ablated(layer) for layer in sublayers()]
+    groups: list[Group] = []
+    for i, layer in enumerate(sublayers()):
+        own = layer.block.attention
+        count = len(layer.query)
+        found = projections(own.self, heads=count, key_heads=count, parent=own)
+        groups += [Group(i, found.query_key, found.value_output)] if found else []
+    figures = sensitivity(
+        model,
+        lambda: model(ids).last_hidden_state,
+        groups,
+        probes=trial.size(16, 4),
+        seed=trial.seed,
+    )
+    middle = len(groups) // 2
+    gaps = [
+        abs((figure or 0.0) / perturbed(tuple(blocks), ids, trial, trial.size(24, 6)) - 1)
+        for figure, blocks in (
+            (figures[middle].query_key, groups[middle].query_key),
+            (figures[middle].value_output, groups[middle].value_output),
+        )
+    ]
+    ratios = [(f.value_output or 0.0) / (f.query_key or 1.0) for f in figures]
+
+    def median(name: str) -> float:
+        return float(torch.tensor([x[name] for x in lost]).median())
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        depth = range(len(lost))
+        for i, (name, label) in enumerate(
+            (
+                ("query_key", "W_q, W_k → identity"),
+                ("uniform", "uniform weights"),
+                ("value_output", "W_v, W_o → c · identity"),
+                ("heads", "mean weights in all heads"),
+            )
+        ):
+            left.plot(
+                depth, [x[name] for x in lost], "os^D"[i] + "-", ms=4, color=COLORS[i], label=label
+            )
+        left.set(xlabel="layer", ylabel="relative change of the output", ylim=(0, 1.15))
+        left.legend(loc="lower right")
+        for i, (name, values) in enumerate(
+            (
+                ("W_v, W_o", [f.value_output for f in figures]),
+                ("W_q, W_k", [f.query_key for f in figures]),
+            )
+        ):
+            right.plot(depth, values, "o-", ms=4, color=series_color(i), label=name)
+        right.set(xlabel="layer", ylabel="sensitivity of the model", ylim=(0, None))
+        right.legend()
+
+    return Evidence(
+        [
+            at_most(
+                "lens_gap",
+                max(lens_gap(), *(x["rebuilt"] for x in lost)),
+                1e-4,
+                "statistics by the lens and states rebuilt with the library's attention, against "
+                "the model's own in eager mode",
+                form="control",
+            ),
+            at_most(
+                "sensitivity_gap",
+                max(gaps),
+                0.4,
+                "sensitivity against weights that are really changed, relative",
+                form="control",
+            ),
+            noted(
+                "query_key_identity",
+                median("query_key"),
+                "change of the attention output with W_q, W_k the identity, relative",
+            ),
+            noted("uniform_weights", median("uniform"), "the same with uniform weights"),
+            noted(
+                "value_output_identity",
+                median("value_output"),
+                "the same with W_v, W_o the best multiple of the identity",
+            ),
+            noted("one_head", median("heads"), "the same with the mean weights in all heads"),
+            noted(
+                "no_feed_forward",
+                median("feed_forward"),
+                "change of the next state without the feed-forward layer, relative",
+            ),
+            noted(
+                "sensitivity_ratio",
+                float(torch.tensor(ratios).median()),
+                "sensitivity to W_v, W_o over that to W_q, W_k, median over blocks",
+                error=float(torch.tensor(ratios).std()) / len(ratios) ** 0.5,
+            ),
+        ],
+        f"With W_q and W_k the identity, attention in MiniLM misses its output by "
+        f"{median('query_key'):.0%} of its size, worse than with uniform weights "
+        f"({median('uniform'):.0%}); any multiple of the identity for W_v and W_o misses it by "
+        f"{median('value_output'):.0%}, one set of weights for all heads by "
+        f"{median('heads'):.0%}. The output is {min(ratios):.1f} to {max(ratios):.1f} times as "
+        "sensitive to W_v, W_o as to W_q, W_k.",
+        Picture(
+            draw,
+            "Left: how much of the attention output is lost in each block of MiniLM if one part is "
+            "replaced. With the identity for queries and keys attention is worse than uniform. "
+            "Right: the model is more sensitive to value and output weights than to the others.",
+        ),
+    )
+
+
+CLAIM = Claim(
+    id="T23",
+    title="What the weight matrices do",
+    statement=(
+        "Neither this theory nor that of Hopfield networks explains the weight matrices, several "
+        "heads or feed-forward layers; all that a model knows is in them. Queries and keys may be "
+        "less sensitive than values and outputs."
+    ),
+    source="proofs draft, §B",
+    formula=r"\frac{\lVert \operatorname{att}(x; W) - \operatorname{att}(x; I) \rVert}"
+    r"{\lVert \operatorname{att}(x; W) \rVert}, \qquad "
+    r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
+    r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
+    recorded=OPEN,
+    experiment=experiment,
+    tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
+    needs=(*NEEDS, "pandas"),
+)

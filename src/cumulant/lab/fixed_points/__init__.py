@@ -1,0 +1,1 @@
+"""The experiments and figures of ``docs/fixed-point.md``."""

@@ -1,0 +1,219 @@
+"""What is the fixed point of attention and a contraction, and is it Gaussian? (docs/theory.md, T17)
+
+The experiments behind ``docs/fixed-point.md``: ``python -m cumulant.lab.fixed_points.study FOLDER``
+runs them and writes numbers and figures to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.core.files import make_folder, write_file
+from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
+from cumulant.dynamics.gaussian import gaussian_flow
+from cumulant.dynamics.gaussianity import gaussianity
+from cumulant.dynamics.shape import clusters
+from cumulant.dynamics.simulate import flow, simulate
+from cumulant.dynamics.starts import start
+
+__all__ = ["Study", "run"]
+
+# Layer norm takes one dimension away, so it gets one more; all are tested in the plane.
+CONTRACTIONS: dict[str, tuple[Contraction | None, int]] = {
+    "none": (None, 2),
+    "whiten": (Whiten(), 2),
+    "sphere": (Sphere(), 2),
+    "layer norm": (LayerNorm(), 3),
+}
+VARIANCE, STEP, DRAWS = 0.25, 0.1, 399
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """All numbers: plain lists, so that they can be written as JSON."""
+
+    rejected: list[dict[str, Any]]
+    counts: list[dict[str, Any]]
+    followed: list[dict[str, Any]]
+    dimensions: list[dict[str, Any]]
+    limits: list[dict[str, Any]]
+
+
+def _in_the_plane(x: Tensor, name: str) -> Tensor:
+    """Layer norm leaves the plane orthogonal to (1, 1, 1); coordinates in it."""
+    if name != "layer norm":
+        return x
+    basis = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=x.dtype)
+    return x @ torch.nn.functional.normalize(basis, dim=-1).mT
+
+
+def gaussian_kept(
+    sizes: list[int], betas: list[float], ensemble: int, horizon: int, tick: Tick
+) -> list[dict[str, Any]]:
+    """From Gaussian clouds N(0, I/4): the share that the energy test rejects at 5 %, step by step.
+
+    A cloud that has become flat or has no distinct points left is counted as rejected.
+    """
+    at = [k for k in (0, 1, 2, 4, 7, 11, 16, 23, 32, 45, 64) if k <= horizon]
+    found: list[dict[str, Any]] = []
+    for name, (contraction, d) in CONTRACTIONS.items():
+        for n in sizes:
+            for beta in betas:
+                tick(f"{name}, N = {n}, beta = {beta:g}")
+                random = torch.Generator().manual_seed(n)
+                x = torch.randn(ensemble, n, d, dtype=torch.float64, generator=random)
+                x = VARIANCE**0.5 * x
+                states = simulate(
+                    x, horizon, beta=beta, step_size=STEP, contraction=contraction
+                ).states
+                seen = [_tested(_in_the_plane(states[min(k, len(states) - 1)], name)) for k in at]
+                found.append(
+                    {
+                        "contraction": name,
+                        "points": n,
+                        "beta": beta,
+                        "times": [STEP * k for k in at],
+                        "rejected": [share for share, _ in seen],
+                        "distance": [distance for _, distance in seen],
+                        "null": gaussianity(x[0, :, :2], draws=DRAWS)
+                        .null_quantiles.div(n)
+                        .tolist(),
+                    }
+                )
+    return found
+
+
+def _tested(x: Tensor) -> tuple[float, float | None]:
+    """The share rejected, and the median energy distance of the clouds that have one."""
+    away = x - x.mean(-2, keepdim=True)
+    values = torch.linalg.eigvalsh(away.mT @ away)
+    full = values[..., 0] > 1e-10 * values[..., -1]
+    if not bool(full.any()):
+        return 1.0, None
+    test = gaussianity(x[full], draws=DRAWS)
+    rejected = (~full).sum() + (test.p_value <= 0.05).sum()
+    return float(rejected) / len(x), float(test.statistic.median()) / x.shape[-2]
+
+
+def cluster_counts(
+    betas: list[float], n: int, seeds: int, end: float, tick: Tick
+) -> list[dict[str, Any]]:
+    """On the sphere in three dimensions: the mean number of clusters against time."""
+    times = [0.0, *torch.logspace(-0.5, torch.tensor(end).log10().item(), 24).tolist()]
+    found: list[dict[str, Any]] = []
+    for beta in betas:
+        tick(f"sphere, beta = {beta:g}")
+        x = torch.stack([start("sphere", n, 3, seed=s, dtype=torch.float64) for s in range(seeds)])
+        run = flow(x, times, beta=beta, contraction=Sphere(), rtol=1e-6, atol=1e-8)
+        count = clusters(run.states).count.double().mean(-1)
+        found.append({"beta": beta, "times": times, "clusters": count.tolist()})
+    return found
+
+
+def _variance(x: Tensor) -> Tensor:
+    return x.square().mean((-2, -1))
+
+
+def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
+    """The variance of particles under the flow in space, against the law's, which blows up."""
+    times = torch.linspace(0, 4, 33, dtype=torch.float64)
+    fine = torch.linspace(0, 2, 401, dtype=torch.float64)
+    law = gaussian_flow(torch.zeros(2), VARIANCE * torch.eye(2), fine)
+    found: list[dict[str, Any]] = [
+        {
+            "points": None,
+            "times": law.times.tolist(),
+            "variance": law.covariance[:, 0, 0].tolist(),
+            "blow_up_time": float(law.blow_up_time),
+        }
+    ]
+    for n in sizes:
+        tick(f"flow in space, N = {n}")
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(n // 2, 2, dtype=torch.float64, generator=random)
+        x = VARIANCE**0.5 * Whiten()(torch.cat([x, -x]))
+        path = flow(x, times, observables={"variance": _variance}, rtol=1e-6, atol=1e-8)
+        found.append(
+            {
+                "points": n,
+                "times": path.times.tolist(),
+                "variance": path.observables["variance"].tolist(),
+            }
+        )
+    return found
+
+
+def by_dimension(dimensions: list[int], n: int, ensemble: int, tick: Tick) -> list[dict[str, Any]]:
+    """Gaussian clouds projected on the sphere once: the shares rejected, whole and by one axis."""
+    found: list[dict[str, Any]] = []
+    for d in dimensions:
+        tick(f"projected once, d = {d}")
+        random = torch.Generator().manual_seed(d)
+        x = Sphere()(torch.randn(ensemble, n, d, dtype=torch.float64, generator=random))
+        found.append({"dimension": d, "cloud": _tested(x)[0], "coordinate": _tested(x[..., :1])[0]})
+    return found
+
+
+def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
+    """One Gaussian cloud under each contraction, for a picture: start, middle, end."""
+    found: list[dict[str, Any]] = []
+    for name, (contraction, d) in CONTRACTIONS.items():
+        tick(f"picture: {name}")
+        x = VARIANCE**0.5 * start("gaussian", n, d, seed=1, dtype=torch.float64)
+        states = simulate(x, steps, beta=beta, step_size=STEP, contraction=contraction).states
+        shown = [0, steps // 8, steps // 2, steps]
+        found.append(
+            {
+                "contraction": name,
+                "times": [STEP * k for k in shown],
+                "clouds": [_in_the_plane(states[k], name).tolist() for k in shown],
+            }
+        )
+    return found
+
+
+def run(*, quick: bool = False, tick: Tick = lambda what: None) -> Study:
+    """All experiments: about twenty minutes on one core, or ten seconds if quick."""
+    sizes, betas = ([32, 128], [1.0]) if quick else ([32, 128, 512, 2048], [0.25, 1.0, 4.0])
+    return Study(
+        rejected=gaussian_kept(sizes, betas, 20 if quick else 40, 16 if quick else 64, tick),
+        counts=cluster_counts(
+            [1.0, 16.0] if quick else [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+            32 if quick else 64,
+            2 if quick else 6,
+            10.0 if quick else 100.0,
+            tick,
+        ),
+        followed=law_followed([100] if quick else [100, 1000, 10_000], tick),
+        dimensions=by_dimension(
+            [2, 16] if quick else [2, 4, 8, 16, 32, 64],
+            128 if quick else 512,
+            20 if quick else 100,
+            tick,
+        ),
+        limits=limits(200, 4.0, 80, tick),
+    )
+
+
+def main(folder: Path, quick: bool) -> None:
+    """Run, and write ``fixed-point.json`` and the figures."""
+    from cumulant.lab.fixed_points.figures import draw
+
+    make_folder(folder)
+    study = run(quick=quick, tick=lambda what: print(what, file=sys.stderr, flush=True))  # noqa: T201
+    numbers = {n: x for n, x in asdict(study).items() if n != "limits"}
+    write_file(folder / "fixed-point.json", json.dumps(numbers, indent=1))
+    draw(study, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--quick" in sys.argv)

@@ -1,0 +1,8 @@
+"""One HTML page that shows the library: claims with verdicts, panels, a model, a series, ratios."""
+
+from __future__ import annotations
+
+from cumulant.lab.report.gathering import finish, gather
+from cumulant.lab.report.page import Parts, render
+
+__all__ = ["Parts", "finish", "gather", "render"]

@@ -1,0 +1,136 @@
+"""A row of the ledger as the page shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+from cumulant.lab.report.drawings import drawing
+from cumulant.pages import mathml, number
+
+__all__ = ["KINDS", "Kind", "Number", "Shown", "shown"]
+
+
+class Kind(NamedTuple):
+    """A verdict, or why there is none: how it is called, said of one and of many, and marked."""
+
+    name: str
+    label: str
+    one: str
+    many: str
+    mark: str
+
+    def counted(self, amount: int) -> str:
+        """`1 holds`, `3 hold`."""
+        return f"{amount} {self.one if amount == 1 else self.many}"
+
+
+_VERDICTS = {
+    HOLDS: Kind("holds", HOLDS, "holds", "hold", "✓"),
+    CORRECTED: Kind("corrected", CORRECTED, CORRECTED, "hold with a correction", "±"),
+    FAILS: Kind("fails", FAILS, FAILS, "do not hold in general", "✕"),
+    OPEN: Kind("open", OPEN, "is open", "are open", "?"),
+}
+_CRASHED = Kind("crashed", "crashed", "crashed", "crashed", "!")
+_NOT_RUN = Kind("absent", "not run", "was not run", "were not run", "–")
+KINDS = (*_VERDICTS.values(), _CRASHED, _NOT_RUN)
+
+_OUTCOMES = {"passed": "✓", "failed": "✕", "undecided": "?", "noted": ""}
+
+
+class Number(NamedTuple):
+    """One measured number in words."""
+
+    name: str
+    says: str
+    value: str
+    bound: str
+    form: str
+    outcome: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What an article of the page says; ``formula`` and ``figure`` are markup."""
+
+    id: str
+    title: str
+    kind: Kind
+    statement: str
+    source: str
+    formula: str
+    correction: str
+    finding: str
+    systems: str
+    tests: list[str]
+    numbers: list[Number]
+    figure: str
+    caption: str
+    recorded: str
+    departs: bool
+    trouble: str
+    seconds: str
+
+
+def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
+    """The row in words.
+
+    Args:
+        row: as the ledger has it.
+        figure: its picture as SVG, if there is one.
+    """
+    kind = _VERDICTS.get(row["verdict"], _VERDICTS[OPEN])
+    if row["crash"] is not None or row["not_run"] is not None:
+        kind = _CRASHED if row["crash"] is not None else _NOT_RUN
+    caption = _powers(str(row["caption"] or row["title"]))
+    return Shown(
+        id=str(row["id"]),
+        title=str(row["title"]),
+        kind=kind,
+        statement=str(row["statement"]),
+        source=str(row["source"]),
+        formula=mathml(str(row["formula"])) if row["formula"] else "",
+        correction=str(row["correction"] or ""),
+        finding=_powers(str(row["finding"] or "")),
+        systems=", ".join(map(str, row["systems"])),
+        tests=[str(path) for path in row["tests"]],
+        numbers=[_number(x) for x in row["numbers"]],
+        figure=drawing(figure, str(row["id"]), caption) if figure else "",
+        caption=caption,
+        recorded=str(row["recorded"]),
+        departs=bool(row.get("departs", row["verdict"] != row["recorded"])),
+        trouble=str(row["crash"] or row["not_run"] or ""),
+        seconds="under 0.01 s" if row["seconds"] < 0.01 else f"{number(row['seconds'], 2)} s",
+    )
+
+
+def _number(x: Mapping[str, Any]) -> Number:
+    value = "not finite" if x["value"] is None else number(x["value"])
+    if x["value"] is not None and x["error"] is not None:
+        value += f" ± {number(x['error'], 2)}"
+    bound = ""
+    if x["form"] != "noted":
+        bound = f"≤ {_limit(x['high'])}" if x["high"] is not None else f"≥ {_limit(x['low'])}"
+        if x["refuted"] is not None:
+            bound += f", refuted at {_limit(x['refuted'])}"
+    mark = _OUTCOMES.get(x["outcome"], "")
+    return Number(x["name"], x["says"], value, bound, x["form"], x["outcome"], mark)
+
+
+def _powers(text: str) -> str:
+    """Sentences write 2e-15, people 2·10⁻¹⁵."""
+    return re.sub(r"\b\d+(\.\d+)?e[+-]\d+\b", lambda m: _limit(float(m[0])), text)
+
+
+def _limit(value: float) -> str:
+    """A bound, which somebody chose and so has few digits: 10⁻⁸, not 1.00·10⁻⁸."""
+    text = number(value)
+    if "·" in text:
+        mantissa, power = text.split("·")
+        mantissa = mantissa.rstrip("0").rstrip(".")
+        return power if mantissa == "1" else f"{mantissa}·{power}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

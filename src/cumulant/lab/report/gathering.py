@@ -1,0 +1,207 @@
+"""What the report is made of, part after part; each is kept, so an interrupted run can go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cumulant.core.errors import InputError
+from cumulant.core.files import make_folder, write_file
+from cumulant.filtering.files import example_files, read_model
+from cumulant.filtering.filters import filter
+from cumulant.filtering.series import read_series
+from cumulant.filtering.smoothing import smooth
+from cumulant.filtering.tables import deviations, labels_of, summarize
+from cumulant.lab.bench.timing import machine
+from cumulant.lab.claims.ledger import select, sources
+from cumulant.lab.claims.record import FIGURES, Keeper
+from cumulant.lab.claims.theory.t17 import ANSWER
+from cumulant.lab.report.page import Parts
+from cumulant.lens.examination import Examination
+from cumulant.lens.examining import Progress, examine
+from cumulant.lens.models import DEMO, load
+from cumulant.lens.texts import PASSAGE_SOURCE, passage
+
+__all__ = ["Tell", "finish", "gather"]
+
+STATE, LEDGER = "report.partial.json", "claims"
+BENCHES = ("calculus", "measures", "dynamics", "memory", "contrastive", "filtering", "lens")
+
+OPTIONAL = ("matplotlib", "transformers", DEMO, "filterpy", "statsmodels")
+
+# What is being done, how much of it is done, and how much there is; 0 if nobody knows.
+Tell = Callable[[str, int, int], None]
+Content = dict[str, Any]
+
+
+def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) -> Parts:
+    """Run everything the report shows, or take up what an interrupted run of it left.
+
+    A part that cannot be made, for want of a package, is left out and noted.
+
+    Args:
+        folder: where the parts are kept.
+        seed: of the experiments.
+        quick: small experiments, and the benchmark of attention alone.
+        version: of the library.
+        tell: called before each piece of work.
+    """
+    make_folder(folder)
+    # What another environment left out is made here.
+    there = [name for name in OPTIONAL if find_spec(name) is not None]
+    about = {"version": version, "seed": seed, "quick": quick, "packages": there}
+    kept = _Kept(folder, {**about, "sources": sources()})
+    started, notes = time.monotonic(), list[str]()
+    ledger = kept.part("ledger", lambda: _ledger(folder / LEDGER, seed, quick, version, tell))
+    figures = _figures(folder / LEDGER, ledger, notes)
+    try:
+        tell("the lens: loading the model", 0, 0)
+        kept.part("lens", lambda: _lens(folder / "lens", tell))
+        lens = Examination.load(folder / "lens").report_data()
+    except InputError as error:
+        lens = None
+        notes.append(f"The lens is left out: {error}")
+    series = kept.part("series", lambda: _series(tell))
+    chosen = BENCHES[:1] if quick else BENCHES
+    measured = [kept.part(f"bench {name}", lambda n=name: _bench(n, tell)) for name in chosen]
+    notes += [each["note"] for each in measured if "note" in each]
+    return Parts(
+        ledger=ledger,
+        figures=figures,
+        lens=lens,
+        answer=ANSWER,
+        series=series,
+        benchmarks={
+            "machine": machine(),
+            "rows": [row for each in measured for row in each.get("rows", ())],
+        },
+        run={
+            "version": version,
+            "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": round(time.monotonic() - started),
+            "seed": seed,
+            "experiments": "small" if quick else "full",
+            "benchmarks": "small shapes, three rounds",
+            "machine": machine(),
+        },
+        notes=notes,
+    )
+
+
+def finish(folder: Path) -> None:
+    """The report is written: the next run begins anew."""
+    (folder / STATE).unlink(missing_ok=True)
+
+
+class _Kept:
+    """Finished parts of a run with these settings; those of another are forgotten."""
+
+    def __init__(self, folder: Path, about: Content) -> None:
+        self.path, self.about, self.parts = folder / STATE, about, dict[str, Any]()
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if found["about"] == about:
+                self.parts = dict(found["parts"])
+        except Exception:  # whatever a damaged file makes of itself
+            self.parts = {}
+
+    def part(self, name: str, make: Callable[[], Any]) -> Any:
+        """The part, made if it is not there."""
+        if name not in self.parts:
+            self.parts[name] = make()
+            content = {"about": self.about, "parts": self.parts}
+            write_file(self.path, json.dumps(content, allow_nan=False))
+        return self.parts[name]
+
+
+def _ledger(folder: Path, seed: int, quick: bool, version: str, tell: Tell) -> Content:
+    """Every claim; the pictures are in files."""
+    chosen = select()
+    keeper = Keeper(chosen, seed=seed, quick=quick, folder=folder, version=version)
+    for i, claim in enumerate(chosen):
+        tell(f"claim {claim.id}: {claim.title}", i, len(chosen))
+        keeper.run(claim)
+    return keeper.finish()
+
+
+def _figures(folder: Path, ledger: Content, notes: list[str]) -> dict[str, str]:
+    """The pictures by claim, as SVG."""
+    drawn = [row["id"] for row in ledger["claims"] if row["caption"]]
+    if not drawn:
+        notes.append("The ledger has no pictures; they need: pip install 'cumulant[plot]'")
+    paths = {name: folder / FIGURES / f"{name}.svg" for name in drawn}
+    return {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
+
+
+def _lens(folder: Path, tell: Tell) -> bool:
+    """The lens on the default model and text, in a folder of its own."""
+    loaded = load()
+
+    def tick(now: Progress) -> None:
+        tell("the lens: reading", now.done, now.total or 0)
+
+    told = [*loaded.notes, f"The text is from {PASSAGE_SOURCE}."]
+    about: Content = {"name": loaded.name, "notes": told, "folder": folder, "progress": tick}
+    examine(loaded.model, loaded.tokenizer, [passage()], **about)
+    return True
+
+
+def _series(tell: Tell) -> Content:
+    """US inflation by GPB2: trend and regimes, given all observations."""
+    tell("a series: inflation in two regimes", 0, 0)
+    source, parameters = example_files()
+    series, (model, names) = read_series(source), read_model(parameters)
+    post = filter(model, series.values)
+    later = smooth(model, post)
+    labels, (state,) = labels_of(series), names.states
+    modes = summarize(model, names.modes, later)
+    spread = 1.96 * deviations(later.covariance)[:, 0]
+    mean = later.mean[:, 0]
+    # The longest episode of the rarer regime, and what the whole comes to.
+    rare = min(modes, key=lambda mode: mode.share)
+    longest = rare.episodes[0]
+    return {
+        "title": "US inflation, percent per year",
+        "source": "US Bureau of Labor Statistics by way of FRED and statsmodels (public domain)",
+        "state": state,
+        "dates": labels,
+        "observed": [None if x != x else x for x in series.values[:, 0].tolist()],
+        "mean": mean.tolist(),
+        "low": (mean - spread).tolist(),
+        "high": (mean + spread).tolist(),
+        "modes": names.modes,
+        "probabilities": later.mode_probabilities.T.tolist(),
+        "log_likelihood": float(post.log_likelihood),
+        "sentences": [
+            f"Over {post.steps} quarters, {labels[0]} to {labels[-1]}, times are {rare.name} "
+            f"{rare.share:.0%} of the time; the longest stretch is {labels[longest.first]} to "
+            f"{labels[longest.last]}.",
+            f"The filter is GPB2 and the smoother goes back over it; the log-likelihood is "
+            f"{float(post.log_likelihood):.2f}.",
+        ],
+    }
+
+
+def _bench(name: str, tell: Tell) -> Content:
+    """Ratios of one benchmark at its small shapes, or why there are none."""
+    count = 0
+
+    def tick(what: str, total: int) -> None:
+        nonlocal count
+        tell(f"benchmark {name}: {what}", count, total)
+        count += 1
+
+    try:
+        rows = import_module(f"cumulant.lab.bench.{name}").run(rounds=3, quick=True, tick=tick)
+    except (InputError, ImportError) as error:
+        return {"note": f"The benchmark {name} is left out: {error}"}
+    told = [{"bench": name, **row.as_dict()} for row in rows]
+    for row in told:  # aims are meant for the full shapes
+        del row["at_most"], row["met"]
+    return {"rows": told}

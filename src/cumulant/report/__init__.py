@@ -1,8 +1,0 @@
-"""One HTML page that shows the library: claims with verdicts, panels, a model, a series, ratios."""
-
-from __future__ import annotations
-
-from cumulant.report.gathering import finish, gather
-from cumulant.report.page import Parts, render
-
-__all__ = ["Parts", "finish", "gather", "render"]
