@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from cumulant.dynamics import study
+from cumulant.lab.fixed_points import study
 from cumulant.lab.fixed_points.figures import draw
 
 
