@@ -16,6 +16,7 @@ from cumulant.attention import (
     sdpa_replaced,
 )
 from cumulant.core.errors import ConvergenceError, GroupError, InputError
+from cumulant.core.renamed import moved
 from cumulant.measures import (
     Bernoulli,
     Beta,
@@ -123,9 +124,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"cumulant.{name}")
     if name in _NAMES:
         return getattr(import_module(f"cumulant.{_NAMES[name]}"), name)
-    if name in _MOVED:
-        raise AttributeError(f"cumulant.{name} is now {_MOVED[name]}")
-    raise AttributeError(f"module 'cumulant' has no attribute {name!r}")
+    moved("cumulant", name, _MOVED)
 
 
 def __dir__() -> list[str]:
