@@ -18,7 +18,7 @@ def test_old_keyword_names_the_new_one():
 
 
 def test_moved_module_attribute():
-    with pytest.raises(AttributeError, match="is now cumulant.lab.claims"):
+    with pytest.raises(AttributeError, match=r"is now cumulant\.lab\.claims"):
         _ = cm.claims  # pyright: ignore
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         moved("m", "absent", {"there": "m.here"})

@@ -11,7 +11,7 @@ from latex2mathml.converter import convert
 from cumulant.figures import as_svg
 from cumulant.lab.claims import claims, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("claim", claims().values(), ids=lambda c: c.id)

@@ -17,6 +17,7 @@ from cumulant.lab.claims import (
     Picture,
     Trial,
     claims,
+    ledger,
     record,
     run,
     select,
@@ -225,6 +226,17 @@ def test_another_state_of_the_library_begins_anew(tmp_path, monkeypatch):
     Keeper([fake("a")], **settings).run(fake("a"))
     monkeypatch.setattr(record, "sources", lambda: "other")
     assert Keeper([fake("a")], **settings).rows == {}
+
+
+def test_the_state_of_the_library_is_all_of_its_sources(tmp_path, monkeypatch):
+    """A changed kernel must not leave measured claims standing."""
+    kernel = tmp_path / "cumulant" / "kernels" / "tiles.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("old")
+    monkeypatch.setattr(ledger.cumulant, "__file__", str(tmp_path / "cumulant" / "__init__.py"))
+    before = ledger.sources.__wrapped__()
+    kernel.write_text("new")
+    assert ledger.sources.__wrapped__() != before
 
 
 def test_a_run_of_some_claims_leaves_an_interrupted_one_alone(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import cumulant
 from cumulant.core.errors import InputError
 from cumulant.lab.claims.claim import (
     OPEN,
@@ -157,7 +158,7 @@ def _own_settings() -> Generator[None]:
 @cache
 def sources() -> str:
     """A digest of the library as it is: what was measured with another is not taken up again."""
-    root = Path(__file__).parents[1]
+    root = Path(cumulant.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -391,6 +391,6 @@ CLAIM = Claim(
     tests=(
         "tests/laws/test_population.py",
         "tests/dynamics/test_instruments.py",
-        "tests/dynamics/test_study.py",
+        "tests/lab/test_fixed_point_study.py",
     ),
 )
