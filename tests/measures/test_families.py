@@ -7,7 +7,7 @@ import torch
 from torch import distributions as td
 
 import cumulant as cm
-from measures.case import DOUBLE, MeasureCase
+from cumulant.testing.measures import DOUBLE, MeasureCase
 from measures.quadrature import counts, legendre, line, plane
 
 

@@ -1,84 +1,114 @@
-"""The test case every measure goes through.
+"""The checks every measure must pass: inherit `MeasureCase` and supply four methods.
 
-A measure supplies `parameters(k)` (two different sets), `make(**parameters)`, `points(...)` with
-log densities, and `nodes(...)`: points u of its statistic with log-masses, by enumeration or
-numerical quadrature of a density that is not ours. Sums over these nodes are the oracle for
-everything; torch differentiates them.
+Sums over `nodes` (points of the statistic with log-masses, by enumeration or by quadrature of a
+density that is not ours) are the oracle for everything; torch differentiates them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
-import cumulant as cm
+from cumulant.core.errors import InputError
+from cumulant.measures import Measure
+
+__all__ = ["MeasureCase"]
 
 DOUBLE = torch.float64
 
 
-def close(a, b, tol=1e-9):
+def close(a: Any, b: Any, tol: float = 1e-9) -> None:
+    """Assert that two tensors or shapes agree to `tol`, absolutely and relatively."""
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
 
+def _statistic(h: Measure, x: Tensor) -> Tensor:
+    """u(x): the family's statistic, or x itself."""
+    return getattr(h, "statistic", lambda y: y)(x)  # pyright: ignore[reportUnknownLambdaType]
+
+
 class MeasureCase:
-    """Inherit, and supply the four methods below."""
+    """A test case for pytest: inherit it, supply the four methods below, get all checks.
+
+    They cover values, mean and covariance against the nodes; derivatives through third order and in
+    the parameters; Fisher products, KL, dual and link; tilting; vmap, batches and precision;
+    samples, densities and bad input.
+
+    >>> import torch, cumulant as cm
+    >>> from cumulant.testing import MeasureCase
+    >>> class TestCoin(MeasureCase):
+    ...     def parameters(self, k):
+    ...         return {"probs": torch.tensor([0.3, 0.8][k])}
+    ...     def make(self, **parameters):
+    ...         return cm.Bernoulli(**parameters)
+    ...     def nodes(self, *, probs):
+    ...         masses = torch.stack([1 - probs, probs])
+    ...         return torch.tensor([[0.0], [1.0]], dtype=masses.dtype), masses.log()
+    ...     def points(self, **parameters):
+    ...         return self.nodes(**parameters)
+    >>> TestCoin().test_mean_and_covariance()
+    """
 
     scale = 0.5  # how large the natural parameters are
     tol = 1e-9  # how exact the nodes are
     unique = True  # whether eta is determined by the mean
-    event = None  # dimension of x where it is not that of the statistic
+    event: int | None = None  # dimension of x where it is not that of the statistic
     absolute = True  # whether the measure is a probability
 
-    def parameters(self, k):
-        raise NotImplementedError
+    def parameters(self, k: int) -> dict[str, Any]:
+        """One of two different sets of parameters, k = 0 or 1."""
+        raise NotImplementedError("a MeasureCase supplies parameters(k)")
 
-    def make(self, **parameters):
-        raise NotImplementedError
+    def make(self, **parameters: Any) -> Measure:
+        """The measure with these parameters."""
+        raise NotImplementedError("a MeasureCase supplies make(**parameters)")
 
-    def nodes(self, **parameters):
-        """(u, log_mass) of shapes (K, d) and (K,)."""
-        raise NotImplementedError
+    def nodes(self, **parameters: Any) -> tuple[Tensor, Tensor]:
+        """Points u ``(K, d)`` of the statistic and their log-masses ``(K,)``."""
+        raise NotImplementedError("a MeasureCase supplies nodes(**parameters)")
 
-    def points(self, **parameters):
-        """(x, log density or mass) at some x, from elsewhere."""
-        raise NotImplementedError
+    def points(self, **parameters: Any) -> tuple[Tensor, Tensor]:
+        """Some x and their log-densities or log-masses, from an independent source."""
+        raise NotImplementedError("a MeasureCase supplies points(**parameters)")
 
-    # ----------------------------------------------------------------------------------------------
-
-    def cast(self, k=0, dtype=DOUBLE):
+    def cast(self, k: int = 0, dtype: torch.dtype = DOUBLE) -> dict[str, Any]:
         return {
             n: x.to(dtype) if isinstance(x, torch.Tensor) else x
             for n, x in self.parameters(k).items()
         }
 
-    def measure(self, k=0, dtype=DOUBLE):
+    def measure(self, k: int = 0, dtype: torch.dtype = DOUBLE) -> Measure:
         return self.make(**self.cast(k, dtype))
 
-    def eta(self, m=3, dtype=DOUBLE):
+    def eta(self, m: int = 3, dtype: torch.dtype = DOUBLE) -> Tensor:
         generator = torch.Generator().manual_seed(5)
         d = self.measure().dimension
         return (self.scale * torch.randn(m, d, generator=generator, dtype=DOUBLE)).to(dtype)
 
-    def oracle(self, k=0):
+    def oracle(self, k: int = 0) -> Callable[[Tensor], Tensor]:
         u, log_mass = self.nodes(**self.cast(k))
 
-        def normalizer(eta):
+        def normalizer(eta: Tensor) -> Tensor:
             return (eta @ u.mT + log_mass).logsumexp(-1)
 
         return normalizer
 
-    def weights(self, eta, k=0):
+    def weights(self, eta: Tensor, k: int = 0) -> tuple[Tensor, Tensor]:
         u, log_mass = self.nodes(**self.cast(k))
         return u, (eta @ u.mT + log_mass).softmax(-1)
 
-    def test_value(self):
+    def test_value(self) -> None:
         eta = self.eta()
         close(self.measure().log_normalizer(eta), self.oracle()(eta), self.tol)
         if self.absolute:
             close(self.measure().log_normalizer(), torch.zeros((), dtype=DOUBLE), self.tol)
 
-    def test_mean_and_covariance(self):
+    def test_mean_and_covariance(self) -> None:
         h, eta = self.measure(), self.eta()
         u, p = self.weights(eta)
         mean = p @ u
@@ -86,45 +116,49 @@ class MeasureCase:
         away = u - mean[:, None]
         close(h.covariance(eta), torch.einsum("mk,mka,mkb->mab", p, away, away), self.tol)
 
-    def test_gradient_and_hessian_of_the_log_normalizer(self):
+    def test_gradient_and_hessian_of_the_log_normalizer(self) -> None:
         h, eta = self.measure(), self.eta()
-        close(grad(lambda e: h.log_normalizer(e).sum())(eta), h.mean(eta))
+
+        def total(e: Tensor) -> Tensor:
+            return h.log_normalizer(e).sum()
+
+        close(grad(total)(eta), h.mean(eta))
         curvature = torch.stack([hessian(h.log_normalizer)(e) for e in eta])
         close(curvature, h.covariance(eta), 1e-8)
 
     @pytest.mark.parametrize("outer", [jacfwd, jacrev])
-    def test_third_derivative(self, outer):
+    def test_third_derivative(self, outer: Any) -> None:
         h, eta = self.measure(), self.eta()[0]
         expected = jacrev(jacrev(jacrev(self.oracle())))(eta)
         close(outer(jacfwd(jacrev(h.log_normalizer)))(eta), expected, 10 * self.tol)
         close(outer(h.covariance)(eta), expected, 10 * self.tol)
 
-    def test_gradients_in_the_parameters(self):
+    def test_gradients_in_the_parameters(self) -> None:
         """Finite differences of the value and of the mean."""
         given = self.cast()
         names = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
         eta = self.eta(2)
 
-        def value(*tensors):
+        def value(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             h = self.make(**{**given, **dict(zip(names, tensors, strict=True))})
             return h.log_normalizer(eta), h.mean(eta)
 
         leaves = [given[n].clone().requires_grad_() for n in names]
         assert torch.autograd.gradcheck(value, leaves, atol=1e-5, rtol=1e-4)
 
-    def test_fisher_vector_product(self):
+    def test_fisher_vector_product(self) -> None:
         h, eta = self.measure(), self.eta()
         vector = torch.randn_like(eta)
         expected = (h.covariance(eta) @ vector[..., None])[..., 0]
         close(h.fisher_vector_product(eta, vector), expected)
 
-    def test_relative_entropy_is_a_sum_of_p_log_p_over_h(self):
+    def test_relative_entropy_is_a_sum_of_p_log_p_over_h(self) -> None:
         h, eta = self.measure(), self.eta()
         u, p = self.weights(eta)
         log_ratio = eta @ u.mT - self.oracle()(eta)[:, None]
         close(h.relative_entropy(eta), (p * log_ratio).sum(-1), 10 * self.tol)
 
-    def test_kl_is_the_bregman_divergence(self):
+    def test_kl_is_the_bregman_divergence(self) -> None:
         h, eta = self.measure(), self.eta(4)
         a, b = eta[:2], eta[2:]
         u, log_mass = self.nodes(**self.cast())
@@ -133,7 +167,7 @@ class MeasureCase:
         close(h.kl(a, a), torch.zeros(2, dtype=DOUBLE), 1e-12)
         assert (h.kl(a, b) >= 0).all()
 
-    def test_legendre(self):
+    def test_legendre(self) -> None:
         h, eta = self.measure(), self.eta()
         mean = h.mean(eta)
         dual = h.dual(mean)
@@ -144,7 +178,7 @@ class MeasureCase:
         slope = ((mean - mean.roll(1, 0)) * h.link(mean.roll(1, 0))).sum(-1)
         close(h.kl(eta, other), dual - h.dual(mean.roll(1, 0)) - slope, 1e-7)
 
-    def test_link_inverts_the_mean(self):
+    def test_link_inverts_the_mean(self) -> None:
         h, eta = self.measure(), self.eta()
         mean = h.mean(eta)
         found = h.link(mean)
@@ -155,7 +189,7 @@ class MeasureCase:
         close(value, found)
         assert status.converged.all()
 
-    def test_link_is_differentiable(self):
+    def test_link_is_differentiable(self) -> None:
         h, eta = self.measure(), self.eta(1)
         mean = h.mean(eta)
         vector = torch.randn_like(mean)
@@ -164,10 +198,14 @@ class MeasureCase:
         slope = torch.func.jvp(h.link, (mean,), (moved,))[1]
         close(h.fisher_vector_product(eta, slope), moved, 1e-7)
         # Second order: the derivative of mean(link(m)) = m vanishes.
-        curvature = jacfwd(jacrev(lambda m: h.mean(h.link(m)).sum()))
+
+        def returned(m: Tensor) -> Tensor:
+            return h.mean(h.link(m)).sum()
+
+        curvature = jacfwd(jacrev(returned))
         close(curvature(mean), torch.zeros(1, h.dimension, 1, h.dimension, dtype=DOUBLE), 1e-5)
 
-    def test_tilting_twice(self):
+    def test_tilting_twice(self) -> None:
         h, eta = self.measure(), self.eta(3) / 3
         a, b, c = eta[:1], eta[1:2], eta
         twice = h.tilt(a).tilt(b)
@@ -180,11 +218,11 @@ class MeasureCase:
         close(h.tilt(c).kl(torch.zeros_like(c), b), h.kl(c, c + b), 1e-8)
         close(h.tilt(c[0]).link(h.mean(c)), h.link(h.mean(c)) - self.gauge(h, c[0]), 1e-6)
 
-    def gauge(self, h, eta):
+    def gauge(self, h: Measure, eta: Tensor) -> Tensor:
         """The part of a tilt that the link can see."""
         return eta
 
-    def test_vmap(self):
+    def test_vmap(self) -> None:
         h, eta = self.measure(), self.eta(4)
         for name in ("log_normalizer", "mean", "covariance", "relative_entropy"):
             method = getattr(h, name)
@@ -194,18 +232,18 @@ class MeasureCase:
         close(vmap(h.link)(mean), h.link(mean), 1e-8)
         close(vmap(h.dual)(mean), h.dual(mean), 1e-8)
 
-    def stacked(self):
+    def stacked(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         first, second = self.cast(0), self.cast(1)
         moving = {n for n, x in first.items() if isinstance(x, torch.Tensor)}
         return {n: torch.stack([first[n], second[n]]) for n in moving}, {
             n: x for n, x in first.items() if n not in moving
         }
 
-    def test_vmap_over_parameters(self):
+    def test_vmap_over_parameters(self) -> None:
         moving, fixed = self.stacked()
         eta = self.eta()
 
-        def both(moving):
+        def both(moving: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             h = self.make(**moving, **fixed)
             return h.mean(eta), h.link(h.mean(eta))
 
@@ -214,7 +252,7 @@ class MeasureCase:
             close(mean[k], self.measure(k).mean(eta))
             close(self.measure(k).mean(found[k]), mean[k], 1e-7)
 
-    def test_batches_broadcast(self):
+    def test_batches_broadcast(self) -> None:
         moving, fixed = self.stacked()
         h = self.make(**moving, **fixed)
         assert h.batch_shape == (2,)
@@ -233,7 +271,7 @@ class MeasureCase:
             close(h.link(h.mean(eta))[k], one.link(one.mean(eta)), 1e-7)
             close(h.log_prob(h.sample(eta, 2), eta).shape, torch.Size((2, 2, 3)))
 
-    def test_one_eta_without_a_row(self):
+    def test_one_eta_without_a_row(self) -> None:
         h, eta = self.measure(), self.eta(1)
         close(h.mean(eta[0]), h.mean(eta)[0])
         close(h.log_normalizer(eta[0]), h.log_normalizer(eta)[0])
@@ -244,7 +282,7 @@ class MeasureCase:
         assert h.mean(eta[:0]).shape == (0, h.dimension)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_precision_follows_the_input(self, dtype):
+    def test_precision_follows_the_input(self, dtype: torch.dtype) -> None:
         wide, narrow = self.measure(), self.measure(dtype=torch.float32)
         eta = self.eta().to(dtype)
         tol = 2e-4 if dtype == torch.float32 else 2e-2
@@ -254,32 +292,32 @@ class MeasureCase:
             close(out.to(DOUBLE), getattr(wide, name)(eta.to(DOUBLE)), tol)
         assert wide.mean(eta).dtype == DOUBLE
 
-    def test_sample(self):
+    def test_sample(self) -> None:
         h, eta = self.measure(), self.eta(2)
         n = 20_000
         x = h.sample(eta, n)
         assert x.shape == (n, 2, self.event or h.dimension)
-        u = h.statistic(x) if hasattr(h, "statistic") else x
+        u = _statistic(h, x)
         spread = h.covariance(eta).diagonal(dim1=-2, dim2=-1)
         error = (u.mean(0) - h.mean(eta)).abs()
         assert (error <= 5 * (spread / n).sqrt() + 1e-12).all()
-        centred = u - h.mean(eta)
-        second = (centred[..., :, None] * centred[..., None, :]).mean(0)
+        centered = u - h.mean(eta)
+        second = (centered[..., :, None] * centered[..., None, :]).mean(0)
         scale = (spread[..., :, None] * spread[..., None, :]).sqrt()
         assert ((second - h.covariance(eta)).abs() <= 0.15 * scale + 1e-12).all()
 
-    def test_log_prob(self):
+    def test_log_prob(self) -> None:
         h, eta = self.measure(), self.eta(1)
         x, log_density = self.points(**self.cast())
-        u = h.statistic(x) if hasattr(h, "statistic") else x
+        u = _statistic(h, x)
         expected = log_density + (u * eta).sum(-1) - self.oracle()(eta)
         close(h.log_prob(x, eta), expected, 10 * self.tol)
 
-    def test_wrong_dimension_is_one_clear_error(self):
+    def test_wrong_dimension_is_one_clear_error(self) -> None:
         h = self.measure()
         wrong = torch.zeros(2, h.dimension + 1, dtype=DOUBLE)
         for call in (h.mean, h.log_normalizer, h.covariance, h.link, h.tilt, h.sample):
-            with pytest.raises(cm.InputError, match=rf"\(\.\.\., M, {h.dimension}\)"):
+            with pytest.raises(InputError, match=rf"\(\.\.\., M, {h.dimension}\)"):
                 call(wrong)
-        with pytest.raises(cm.InputError, match="finite"):
+        with pytest.raises(InputError, match="finite"):
             h.mean(torch.full((1, h.dimension), float("nan"), dtype=DOUBLE))

@@ -1,0 +1,5 @@
+"""Checks that extensions inherit. Needs pytest."""
+
+from cumulant.testing.measures import MeasureCase
+
+__all__ = ["MeasureCase"]
