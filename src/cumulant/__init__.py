@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from cumulant.derivatives import DerivativeReport, check_derivatives, differentiable
     from cumulant.memory import Memory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Attended",
