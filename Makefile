@@ -2,14 +2,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report test lint types check fuzz site environment browser clean
+.PHONY: report check test test-all lint types fuzz site environment browser clean
 
 report: $(VENV)/installed
 	$(BIN)/cumulant report -o cumulant-report
 
-test: environment browser lint types check
+# The loop of a developer: lint, and the quick tests.
+check: lint
+	$(PYTEST) -m "not slow and not browser and not ranks and not ledger"
+
+# What CI runs: everything the README promises.
+test: lint types browser
+	$(PYTEST) -m "not full"
+
+# And the whole of every grid.
+test-all: lint types browser
+	$(PYTEST)
 
 environment: $(VENV)/ready
 
@@ -40,9 +51,6 @@ lint: environment
 
 types: environment
 	$(BIN)/pyright
-
-check: environment browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Random cases against oracles; each prints its seed, and a line that repeats what failed.
 # As long as you like: make fuzz ROUNDS=5000. The last one builds every model type of transformers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,51 @@ import torch
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from cumulant.kernels import tiles
+
+
+# Which tier a test belongs to, by the beginning of its path (CONTRIBUTING.md says what each covers).
+# Everything else is what `make check` runs.
+TIERS = {
+    "ranks": ("distributed/", "lens/test_shards.py"),
+    "browser": ("test_site.py", "lens/test_report.py", "lab/report/", "pages/"),
+    "ledger": ("lab/claims/", "lab/test_fixed_point_study.py"),
+    "slow": (
+        "test_peak_memory.py",
+        "test_documents.py",
+        "test_package.py",
+        "test_cli.py",
+        "fuzz/",
+        "laws/test_population.py",
+        "laws/test_projection.py",
+        "laws/test_gibbs.py",
+        "derivatives/test_torch_faults.py",
+        "derivatives/test_training_with_jvps.py",
+        "derivatives/test_transformers.py",
+        "dynamics/test_step.py::test_a_hundred_thousand_points_step",
+        "filtering/test_filter_command.py",
+        "filtering/test_filter_derivatives.py::test_single_precision_stays",
+        "filtering/test_filter_example.py",
+        "filtering/test_fitting.py",
+        "filtering/test_other_packages.py",
+        "filtering/test_smoothing_singular.py",
+        "lens/test_examine",
+        "lens/test_lens_command.py",
+        "lens/test_lens_models.py",
+        "lens/test_model_types.py",
+        "measures/test_edges.py::test_mixtures_know_their_hull",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    root = Path(__file__).parent
+    for item in items:
+        if not item.path.is_relative_to(root):
+            continue
+        where = f"{item.path.relative_to(root)}::{item.name}"
+        for tier, beginnings in TIERS.items():
+            if where.startswith(beginnings):
+                item.add_marker(tier)
 
 
 @pytest.fixture(autouse=True)
