@@ -14,8 +14,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from cumulant.kernels import tiles
 
-
-# Which tier a test belongs to, by the beginning of its path (CONTRIBUTING.md says what each covers).
+# The tier of a test, by the beginning of its path (CONTRIBUTING.md says what each covers).
 # Everything else is what `make check` runs.
 TIERS = {
     "ranks": ("distributed/", "lens/test_shards.py"),
