@@ -67,7 +67,7 @@ def attend_sharded(
     call = ranks.checked("attend with attn_mask", make) if masked else make()
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
-        call = replace(call, options=replace(call.options, ring=ring))
+        call = _from_origin(replace(call, options=replace(call.options, ring=ring)))
     whole: _Around | _Together
     if route == "ring":
         whole = _Around(call, values_are_keys=shard.values is None)
@@ -91,7 +91,28 @@ class _Met:
 
 
 class _Around(_Met, Direct):
-    """Keys travel; the kernels' own sums go around the ring."""
+    """Keys travel; the kernels' own sums go around the ring. Scores are seen from an origin."""
+
+    @property
+    def score_mean(self) -> Tensor:
+        mean, lift = super().score_mean, self.lift
+        return mean if lift is None else mean + lift
+
+
+def _from_origin(call: Call) -> Call:
+    """The same with keys that are seen from a typical one, which each rank takes from its own.
+
+    In a ring rows are summed in parts that are told G, and G is rounded: that would show where the
+    scores of a query share a large part. Any origin gives the same weights, so none is agreed upon.
+    """
+    key, query = call.arguments["key"].detach(), call.arguments["query"]
+    if not key.shape[-2]:
+        return call
+    some = key[..., :: max(1, key.shape[-2] // 16), :]
+    origin = some.nanmedian(-2, keepdim=True).values
+    origin = origin.where(origin.isfinite(), 0.0)
+    lift = call.options.scale * (query @ origin.mT)
+    return replace(call, arguments={**call.arguments, "origin": origin}, lift=lift)
 
 
 class _Together(_Met, Joined):
