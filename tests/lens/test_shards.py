@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from shard_worker import PATIENCE, TEXTS, examining, rank_of, shards, small
+from shard_worker import PATIENCE, TEXTS, examining, merging, rank_of, reading, small
 from toy_texts import toy_folder, toy_model, toy_tokenizer
 
 import cumulant as cm
@@ -56,10 +56,9 @@ def start():
 
 @pytest.fixture
 def single(tmp_path, monkeypatch):
-    for module, name in ((examining, "CHUNK"), (examining, "PIECES")):
+    changed = ((examining, "CHUNK"), (reading, "PIECES"), (merging, "ROWS"), (merging, "INPUTS"))
+    for module, name in changed:
         monkeypatch.setattr(module, name, getattr(module, name))
-    for name in ("ROWS", "INPUTS"):
-        monkeypatch.setattr(shards, name, getattr(shards, name))
     small()
     return tmp_path / "single"
 

@@ -17,11 +17,13 @@ from cumulant.cli.progress import progress_bar
 from cumulant.cli.text import as_text
 from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import make_folder, whole_file
+from cumulant.core.progress import Progress
 from cumulant.distributed.ranks import Ranks, launched
 from cumulant.lens.examination import Examination, compare
-from cumulant.lens.examining import Progress, examine
-from cumulant.lens.files import ABOUT, plain, unfinished
+from cumulant.lens.examining import examine
+from cumulant.lens.files import plain
 from cumulant.lens.models import load, reason_of
+from cumulant.lens.partial import ABOUT, unfinished
 from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
 

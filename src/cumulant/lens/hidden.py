@@ -247,7 +247,7 @@ class Reservoir:
         self.key = torch.cat([self.key, key])[order]
 
     def state(self) -> dict[str, Any]:
-        """A plain dict for `torch.save`."""
+        """What was taken in so far, for a journal."""
         return {"seen": self.seen, "key": self.key, "columns": dict(self.columns)}
 
     def merge(self, state: dict[str, Any]) -> None:

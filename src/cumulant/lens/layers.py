@@ -330,7 +330,7 @@ class LayerProbe:
         return sorted(self._records.values(), key=lambda r: (r.layer, r.module))
 
     def state(self) -> dict[str, Any]:
-        """Everything measured so far, in plain containers and tensors for `torch.save`."""
+        """Everything measured so far, for a journal."""
         blocks = [
             {
                 "layer": record.layer,

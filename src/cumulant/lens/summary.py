@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,11 @@ from cumulant.lens.encoding import embeddings
 from cumulant.lens.partition import partition
 from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
+from cumulant.lens.tables import pandas
 from cumulant.lens.weights import Projections, bilinear, projections
+
+if TYPE_CHECKING:
+    from cumulant.lens.tables import DataFrame
 
 __all__ = [
     "HeadSums",
@@ -83,14 +87,14 @@ class HeadSums:
             else:
                 mine[name] = torch.maximum(mine[name], x) if name == "leading" else mine[name] + x
 
-    def state(self) -> dict[int, dict[str, Tensor]]:
-        """Plain containers and tensors, for `torch.save`."""
-        return self._layers
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The sums by layer, for a journal."""
+        return {str(layer): sums for layer, sums in self._layers.items()}
 
-    def merge(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def merge(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take in what another has summed."""
         for layer, sums in state.items():
-            self._join(layer, sums)
+            self._join(int(layer), sums)
 
     def rows(self, layer: Layer) -> list[dict[str, Any]]:
         """The means of each head of a layer."""
@@ -221,9 +225,9 @@ def weights_digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def nullable(table: Any) -> Any:
-    """Missing numbers as NA, never NaN; columns that say nothing are left out."""
-    table = table.dropna(axis="columns", how="all")
+def nullable(rows: list[dict[str, Any]]) -> DataFrame:
+    """A table with missing numbers as NA, never NaN; columns that hold nothing are left out."""
+    table = pandas().DataFrame(rows).dropna(axis="columns", how="all")
     for column in table.columns:
         if table[column].isna().any():
             table[column] = table[column].astype("Float64")
