@@ -356,8 +356,8 @@ def test_a_second_ctrl_c_waits_until_the_run_is_on_disk(tmp_path, monkeypatch):
         save(file, **arrays)
         saved.append(len(arrays["times"]))
 
-    def progress(t):
-        if t >= 4:
+    def progress(now):
+        if now.done >= 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(np, "savez_compressed", interrupted)

@@ -730,6 +730,6 @@ def test_an_interruption_in_between(saved, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "append", stop)
         assert command(patched, *arguments) == 130
-    assert "give the same command again" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     assert command(monkeypatch, *arguments) == 0
     assert len(cm.lens.Examination.load(tmp_path / "out").inputs()) == len(TEXTS)

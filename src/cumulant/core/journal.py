@@ -72,17 +72,18 @@ class Journal:
         return max(0, len(self._spans) - 1)
 
     def __iter__(self) -> Iterator[Any]:
-        with open(self.path, "rb") as file:
-            for span in self._spans[1:]:
-                yield _content(*_parts(file, span))
+        return self._read(self._spans[1:])
 
     @property
     def last(self) -> Any:
         """The newest record, or None."""
-        if not len(self):
-            return None
-        with open(self.path, "rb") as file:
-            return _content(*_parts(file, self._spans[-1]))
+        return next(self._read(self._spans[1:][-1:]), None)
+
+    def _read(self, spans: list[_Span]) -> Iterator[Any]:
+        if spans:
+            with open(self.path, "rb") as file:
+                for span in spans:
+                    yield _content(*_parts(file, span))
 
     def append(self, content: Any) -> None:
         """Add a record and wait until it is on disk.

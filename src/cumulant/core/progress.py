@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
-__all__ = ["Progress", "ProgressCallback"]
+__all__ = ["Progress", "ProgressCallback", "counted"]
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,22 @@ class ProgressCallback(Protocol):
     """
 
     def __call__(self, progress: Progress, /) -> object: ...
+
+
+def counted(progress: ProgressCallback | None, total: int | None = None) -> Callable[[str], None]:
+    """A function to call with the name of each step before it begins; it counts them.
+
+    >>> seen = []
+    >>> step = counted(seen.append, 2)
+    >>> step("first"), step("second")
+    (None, None)
+    >>> [(x.done, x.total, x.what) for x in seen]
+    [(0, 2, 'first'), (1, 2, 'second')]
+    """
+    done = count()
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(Progress(next(done), total, what))
+
+    return step
