@@ -597,8 +597,7 @@ def test_the_state_does_not_grow(model, tokenizer, tmp_path):
     def look(_):
         state = Journal(tmp_path / PARTIAL / STATE, {}).last
         del state["recorder"]["probe"]  # samples of hidden states, which have a size of their own
-        alone = Journal(tmp_path / "alone", {})
-        alone.append(state)
+        Journal(tmp_path / "alone", {}).rewrite([state])
         sizes.append((tmp_path / "alone").stat().st_size)
 
     found = cm.lens.examine(model, tokenizer, texts, folder=tmp_path, progress=look)

@@ -154,7 +154,7 @@ class Journal:
             raise InputError(f"cannot read {printable(self.path)}: {error.strerror}.") from None
         if self.damage:
             _log.warning("%s; the work after that is done again", self.damage)
-        self._replace = not self._spans
+        self._replace = not len(self)
 
     def _find(self, file: IO[bytes], size: int) -> str:
         """Fill `_spans` and `differs`; returns the damage."""

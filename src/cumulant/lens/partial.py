@@ -63,14 +63,16 @@ def claimed(folder: Path | None, name: str = PARTIAL) -> Generator[Path | None]:
         yield None
         return
     partial = folder / name
-    with locked(partial / LOCK, str(folder)):
-        try:
-            yield partial
-        finally:
-            if partial.is_dir() and not _has_work(partial):
-                clear(partial)
-    with suppress(OSError):  # there is work in it, or another run has begun
-        partial.rmdir()
+    try:
+        with locked(partial / LOCK, str(folder)):
+            try:
+                yield partial
+            finally:
+                if partial.is_dir() and not _has_work(partial):
+                    clear(partial)
+    finally:
+        with suppress(OSError):  # there is work in it, or another run has begun
+            partial.rmdir()
 
 
 def unfinished(folder: Path) -> bool:

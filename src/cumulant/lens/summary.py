@@ -18,6 +18,7 @@ from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.tables import pandas
 from cumulant.lens.weights import Projections, bilinear, projections
+from cumulant.memory.classes import EDGES, NAMES
 
 if TYPE_CHECKING:
     from cumulant.lens.tables import DataFrame
@@ -46,7 +47,6 @@ _MEANS = (
 CELLS = 8192
 # Of each parameter, so many entries and the sum tell two models apart.
 SAMPLED = 1024
-_EDGES = (CELLS // 2, CELLS // 8, CELLS // 32)
 
 
 class HeadSums:
@@ -104,8 +104,8 @@ class HeadSums:
         if "cells" in sums:
             cumulative = sums["cells"].cumsum(-1).double()
             middle = (cumulative < cumulative[:, -1:] / 2).sum(-1)
-            code = sum((middle <= edge).long() for edge in _EDGES)
-            columns["class"] = [("I", "II", "III", "IV")[i] for i in torch.as_tensor(code).tolist()]
+            code = sum((middle <= CELLS * edge).long() for edge in EDGES)
+            columns["class"] = [NAMES[i] for i in torch.as_tensor(code).tolist()]
             columns["k90_fraction"] = (middle.double() / CELLS).tolist()
         for name in (*_MEANS, "energy_rises"):
             if name in sums:

@@ -10,6 +10,7 @@ import torch
 from cumulant.core.errors import InputError
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.recorder import Record, Recorder
+from cumulant.memory.classes import EDGES, NAMES
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # pyright: ignore[reportMissingTypeStubs]
@@ -23,7 +24,6 @@ TOKEN_COLUMNS = (
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
     "energy_change",
 )
-_CLASSES = ("I", "II", "III", "IV")
 
 
 def pandas() -> Any:
@@ -112,8 +112,8 @@ def token_table(recorder: Recorder) -> DataFrame:
     table.insert(4, "attention", frames.Categorical(layers, categories=["self", "cross"]))
     if "k90" in table:
         share = (table["k90"] / table["visible"]).to_numpy()
-        codes = (share <= 1 / 2).astype("int8") + (share <= 1 / 8) + (share <= 1 / 32)
-        named = frames.Categorical.from_codes(codes, categories=list(_CLASSES), ordered=True)
+        codes = sum((share <= edge).astype("int8") for edge in EDGES)
+        named = frames.Categorical.from_codes(codes, categories=list(NAMES), ordered=True)
         table.insert(table.columns.get_loc("k90") + 1, "class", named)
     keys = ["input", "layer", "head", "token"]
     return table.sort_values(keys, kind="stable", ignore_index=True)
