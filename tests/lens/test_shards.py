@@ -31,7 +31,8 @@ def start():
     context.set_forkserver_preload(["shard_worker"])
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:  # the server takes its environment from here
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent)]))
+        places = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
         patch.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
 

@@ -96,7 +96,7 @@ class Examination:
             with claimed(target) as partial:
                 if partial is not None and is_complete(partial):
                     finish_move(partial, target)
-                # Not the folder of unfinished work: that is for a later run to go on with.
+                # Not the folder of unfinished work: a later run may resume that.
                 own = Path(tempfile.mkdtemp(prefix=".cumulant-saving-", dir=target))
                 (own / "tokens.parquet").mkdir()
                 write_table(self.table(), own / "tokens.parquet" / part_name(0), "tokens")
@@ -110,7 +110,7 @@ class Examination:
         return target
 
     def write_rest(self, folder: Path, parts: int) -> None:
-        """Everything but the table of tokens, which has so many parts."""
+        """Write everything but the table of tokens, which has `parts` parts."""
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
@@ -205,12 +205,12 @@ class Examination:
 def _wrong(about: Any) -> str:
     """What keeps the content of an examination.json from being that; nothing if it is."""
     if not isinstance(about, dict):
-        return "it holds no object"
+        return "it does not hold an object"
     for name, kind in _KINDS.items():
         if not isinstance(about.get(name), kind):  # pyright: ignore[reportUnknownMemberType]
             return f"it has no {name!r}"
     parts: Any = about.get("parts", 1)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return "" if isinstance(parts, int) and parts > 0 else "its 'parts' are no number"
+    return "" if isinstance(parts, int) and parts > 0 else "its 'parts' is not a positive integer"
 
 
 def compare(first: Examination, second: Examination) -> DataFrame:

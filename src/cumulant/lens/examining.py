@@ -26,7 +26,7 @@ from cumulant.lens.texts import Text, named
 
 __all__ = ["examine"]
 
-CHUNK = 16  # so many texts are encoded at a time
+CHUNK = 16  # texts encoded at a time
 
 
 def examine(

@@ -4,7 +4,7 @@ The *stream* of a block passes through the inputs of its normalizations, unless 
 output of a submodule: then the normalization sits on a branch, as Gemma 2's do. What lies between
 two points of the stream is a sublayer with its residual: attention if an attention call happened on
 the way, feed-forward otherwise. If the block returns the output of its last normalization (BERT),
-the stream goes on from outputs, else from inputs.
+the stream continues from outputs, otherwise from inputs.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Reservoir:
 
 
 def some_pairs(count: int, *, limit: int, seed: int, position: int) -> Tensor:
-    """Pairs i != j of so many tokens, ``(pairs, 2)``: all, or `limit` random ones if fewer."""
+    """Pairs i != j of `count` tokens, ``(pairs, 2)``: all, or `limit` random ones if fewer."""
     if count * (count - 1) // 2 <= limit:
         return torch.triu_indices(count, count, 1).T
     generator = _generator(seed + 1, position)

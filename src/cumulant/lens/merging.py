@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["merge_ranks"]
 
-# So many rows of each rank are held while tables are merged, and so many inputs, or more, make one
-# part: the report finds its first three in the first part.
+# Rows of each rank that are held while tables are merged, and inputs that make one part, at least:
+# the report finds its first three in the first part.
 ROWS, INPUTS = 65_536, 16
 
 
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 def merge_ranks(
     store: InFolder, reading: Reading, recorder: Recorder, parts: Sequence[int]
 ) -> None:
-    """Take in, on rank 0, what the other ranks have found in so many parts each."""
+    """Merge, on rank 0, what the other ranks found; `parts` is how many parts each rank wrote."""
     state, whole = reading.state, store.folder / PARTIAL
     works = [Work(reading.shards.place(store.folder, rank), n) for rank, n in enumerate(parts)]
     shown, top = {0: state.shown}, {0: recorder.top}
@@ -71,8 +71,8 @@ def merge_ranks(
 def merge_tables(works: Sequence[Work], target: Path) -> tuple[int, list[tuple[int, int]]]:
     """One table of tokens and one of inputs, as a single process would have written them.
 
-    Inputs are numbered anew, in the order of texts and of the pieces of each. No more is held than
-    some rows of every rank and the inputs of one part.
+    Inputs are renumbered in the order of texts and of the pieces of each. Memory holds some rows of
+    every rank and the inputs of one part.
 
     Returns:
         How many parts there are, and rank and number there of each of the first inputs.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SHOWN", "Part", "Reading"]
 
-PIECES = 64  # so many pieces of texts are run and written at a time; an interruption loses no more
-SHOWN = 3  # so many inputs are kept for the report (it cuts long ones itself)
+PIECES = 64  # of texts, run and written at a time; an interruption loses no more
+SHOWN = 3  # inputs kept for the report (it cuts long ones itself)
 
 
 class Part(NamedTuple):

@@ -26,7 +26,7 @@ class Shards:
     """This process among those that examine texts together: rank r of k takes r, r + k, ...
 
     Each keeps its unfinished work in a folder of its own, below the one that all share. While they
-    work they do not wait for each other; a failure is told by a file, then by a message.
+    work they do not wait for each other; a failure is announced by a file, then by a message.
 
     Args:
         group: a process group, a dimension of a device mesh, or `Ranks`; None for this process
@@ -37,7 +37,7 @@ class Shards:
         given = group if group is None or isinstance(group, Ranks) else Ranks(group)
         self._ranks: Ranks | None = given
         self.rank, self.size = (0, 1) if given is None else (given.rank, given.size)
-        # In the folder for unfinished work: a rank has failed, and the others need not go on. The
+        # In the folder of unfinished work: a rank has failed, and the others may stop. The
         # name is new in every run, because network drives may still show a file that is gone.
         self._failed = f"failed-{time.time_ns()}"
 

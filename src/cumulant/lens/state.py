@@ -14,7 +14,7 @@ from cumulant.lens.texts import Text
 
 __all__ = ["NAMED", "State", "digest_of", "identity"]
 
-NAMED = 5  # so many notes name a text that was too long
+NAMED = 5  # notes that name a text that was too long
 FORMAT = 2  # of the records in the journal
 
 

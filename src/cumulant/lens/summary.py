@@ -45,7 +45,7 @@ _MEANS = (
 )
 # k90 / visible is counted in cells (c - 1, c] / CELLS; 1/2, 1/8 and 1/32 are edges of cells.
 CELLS = 8192
-# Of each parameter, so many entries and the sum tell two models apart.
+# Entries of each parameter that, with its sum, identify a model.
 SAMPLED = 1024
 
 
@@ -161,7 +161,7 @@ def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | Non
 
 
 def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
-    """[text][layer][head][token] -> pairs (key, weight), for the first so many texts."""
+    """[text][layer][head][token] -> pairs (key, weight), for the first texts."""
     out: list[Any] = []
     for text in range(texts):
         rows: list[Any] = []
