@@ -632,9 +632,9 @@ def test_shapes_progress_and_repr():
     seen = []
     model = built(DirichletCategorical())
     post = filter_conjugate(
-        model, DirichletCategorical.observations[None], progress=lambda *at: seen.append(at)
+        model, DirichletCategorical.observations[None], progress=seen.append
     )
-    assert seen == [(t, 5) for t in range(1, 6)]
+    assert [(x.done, x.total) for x in seen] == [(t, 5) for t in range(1, 6)]
     assert post.mean.shape == (1, 5, 3)
     assert post.mode_covariances.shape == (1, 5, 2, 3, 3)
     assert post.predicted_mode_probabilities.shape == (1, 5, 2)

@@ -220,8 +220,8 @@ def test_coordinates_there_and_back():
 def test_interrupted_and_stopped():
     y = F.sample(level([0.4], [1.0]), 30, seed=6).observations
 
-    def stop(step, value):
-        if step == 2:
+    def stop(progress):
+        if progress.done == 2:
             raise KeyboardInterrupt
 
     for method in ("lbfgs", "em"):
@@ -230,7 +230,7 @@ def test_interrupted_and_stopped():
         assert "interrupted" in found.message
         assert found.log_likelihood > float(F.filter(level([5.0], [5.0]), y).log_likelihood)
     seen = []
-    F.fit(level([5.0], [5.0]), y, progress=lambda s, v: seen.append((s, v)))
+    F.fit(level([5.0], [5.0]), y, progress=lambda x: seen.append((x.done, x.value)))
     assert [s for s, _ in seen] == list(range(1, len(seen) + 1))
     assert all(b >= a for (_, a), (_, b) in itertools.pairwise(seen))
 

@@ -7,7 +7,6 @@ The recursion is that of the Gaussian filters; only the messages differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
+from cumulant.core.progress import ProgressCallback
 from cumulant.filtering.checks import (
     initial_probabilities,
     next_row,
@@ -156,7 +156,7 @@ def filter_conjugate(
     observations: Tensor,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ConjugatePosterior:
     """What the observations say about modes and states, step by step (T26).
 
@@ -167,7 +167,7 @@ def filter_conjugate(
         observations: ``(*batch, T)`` numbers or ``(*batch, T, p)`` vectors; NaN is missing.
         collapse: as for `filter`.
         lengths: where series are shorter than T, how long each is, ``(*batch,)``.
-        progress: called with the number of steps done and T.
+        progress: called after each step.
 
     Returns:
         A `ConjugatePosterior`; differentiable in the parameters of the model.

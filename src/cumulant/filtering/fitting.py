@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from cumulant.core.checks import generator_of, real, whole
 from cumulant.core.errors import InputError
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.filtering.checks import series
 from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.filters import log_likelihood
@@ -22,7 +22,6 @@ from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 
 __all__ = ["Fit", "fit"]
 
-Progress = Callable[[int, float], None]
 # Regimes are told apart by the first of these that is free and differs between modes.
 ORDER = (
     *("emission_bias", "dynamics_bias", "emission_noise", "dynamics_noise"),
@@ -106,7 +105,7 @@ def fit(
     standard_errors: bool = True,
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Fit:
     """The most likely parameters, by gradients through the filter or by EM.
 
@@ -130,7 +129,7 @@ def fit(
             parameters that are not free tell the modes apart. False keeps the order.
         standard_errors: from the inverse Hessian of the log-likelihood, by the delta method.
         lengths, inputs: as in `filter`.
-        progress: called after each step with the step and the log-likelihood.
+        progress: called after each step; its value is the log-likelihood.
 
     Returns:
         `Fit`. Interrupted from the keyboard, the best so far, with `converged` false.
@@ -179,7 +178,7 @@ def _fit(
     plan: _Plan,
     standard_errors: bool,
     more: tuple[Any, Any],
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> Fit:
     method, order_by, (lengths, inputs) = plan.method, plan.order_by, more
     if method not in ("lbfgs", "em"):
@@ -263,7 +262,7 @@ def _lbfgs(
     best: _Best,
     max_steps: int,
     tol: float,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> None:
     """torch's L-BFGS on the mean log-likelihood per observation.
 
@@ -288,7 +287,7 @@ def _lbfgs(
         if (done := search.state[point].get("n_iter", 0)) > best.steps:
             best.steps = done
             if progress is not None:
-                progress(done, best.value)
+                progress(Progress(done, None, "fitting", best.value))
         vector = point.detach().to(like).requires_grad_()
         try:
             value = problem.value(found.at(vector))
@@ -333,7 +332,7 @@ def _em(
     best: _Best,
     max_steps: int,
     tol: float,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> None:
     model, count = found.at(best.vector), max(int((~problem.observations.isnan()).sum()), 1)
     names = {b.name: b.mask for b in found.blocks}
@@ -356,7 +355,7 @@ def _em(
             model = following
             best.steps += 1
             if progress is not None:
-                progress(best.steps, best.value)
+                progress(Progress(best.steps, None, "fitting", best.value))
         best.message = "max_steps reached"
     except KeyboardInterrupt:
         best.message = INTERRUPTED

@@ -41,7 +41,7 @@ def partition(
     Args:
         embeddings: ``(V, D)``.
         radii: positive numbers.
-        directions: so many random ones, the same for all radii.
+        directions: how many random directions, the same for all radii.
         seed: of the directions.
         counts: ``(V,)``, how often each word occurs, to test log p(w) = |v_w|^2 |c|^2 / (2D) +
             const; words that do not occur are left out.

@@ -172,12 +172,32 @@ def test_other_settings_begin_anew(tmp_path, change):
     assert Keeper(chosen, **{**settings, **change}).rows == {}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"claims": [3]}', '{"claims": [{"id": "a"}]}'])
-def test_damaged_work_is_done_again(tmp_path, content):
-    (tmp_path / PARTIAL).write_text(content)
-    keeper = Keeper([fake("a")], seed=0, quick=True, folder=tmp_path, version="1")
-    assert keeper.rows == {}
-    assert keeper.run(keeper.claims[0])["verdict"] == HOLDS
+@pytest.mark.parametrize("content", ["", "{", "cut", "flipped"])
+def test_damaged_work_is_done_again(tmp_path, content, caplog):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    chosen = [fake("a"), fake("b")]
+    straight = [Keeper(chosen, **settings).run(claim) for claim in chosen]
+    whole = (tmp_path / PARTIAL).read_bytes()
+    flipped = whole[:-9] + bytes([whole[-9] ^ 2]) + whole[-8:]
+    damaged = {"cut": whole[:-9], "flipped": flipped}.get(content, content.encode())
+    (tmp_path / PARTIAL).write_bytes(damaged)
+    again = Keeper(chosen, **settings)
+    assert list(again.rows) == (["a"] if content in ("cut", "flipped") else [])
+    assert ("claims.journal is damaged" in caplog.text) == (content in ("{", "flipped"))
+    for claim, row in zip(chosen, straight, strict=True):
+        assert again.run(claim)["measured"] == row["measured"]
+    assert list(Keeper(chosen, **settings).rows) == ["a", "b"]
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    refused = pytest.raises(InputError, match=r"another run \(process \d+ on .* is writing into")
+    with record.keeper([fake("a")], **settings) as keeper:
+        with refused, record.keeper([fake("a")], **settings):
+            pass
+        keeper.run(keeper.claims[0])
+        keeper.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["claims.json", "figures", "ledger.md"]
 
 
 def test_a_picture_that_fails_is_a_crash(tmp_path):
