@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
 _CUTS = {"detach", "detach_", "item", "tolist", "numpy", "__array__", "__float__", "data"}
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_one_recording = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -165,23 +167,28 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def _functions_recorded(recorder: _Recorder) -> Generator[None]:
-    """`autograd.Function` has no hook of torch's; its `apply` is wrapped meanwhile."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """`autograd.Function` has no hook of torch's; what its `apply` calls is wrapped meanwhile.
+
+    Its `apply` itself would not do: ``f = MyFunction.apply`` keeps the one it found.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        function = original.__get__(None, cls)
-        if recorder.depth:
-            return function(*args, **kwargs)
+        run = super(base, cls).apply
+        if recorder.depth or threading.get_ident() != thread:
+            return run(*args, **kwargs)
         name = f"{cls.__module__}.{cls.__qualname__}"
         with torch._C.DisableTorchFunction():  # its parts are no calls of their own
-            recorder.note(name, function, args, kwargs, custom=True)
-            return function(*args, **kwargs)
+            recorder.note(name, cls.apply, args, kwargs, custom=True)
+            return run(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
+    with _one_recording:
+        base.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            del base.apply
 
 
 def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording:
