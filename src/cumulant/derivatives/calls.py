@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cumulant.core import interception
 from cumulant.derivatives.problem import is_real
 
 __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
@@ -25,7 +26,7 @@ __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
 # Python calls that end the derivative on purpose: they explain a fault but are not one.
 _CUTS = {"detach", "detach_", "item", "tolist", "numpy", "__array__", "__float__", "data"}
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_OURS = (str(Path(__file__).parent), interception.__file__)
 _one_recording = threading.Lock()
 
 
@@ -109,7 +110,7 @@ def _line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HERE)) and not file.startswith(("<string>", "<frozen")):
+        if not file.startswith((_TORCH, *_OURS)) and not file.startswith(("<string>", "<frozen")):
             return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
