@@ -122,6 +122,14 @@ def test_a_function_bound_before_is_named():
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
 
 
+def test_a_function_inside_compiled_code_is_named():
+    Planted.wrong_backward, Planted.wrong_jvp = 1.25, 1.0
+    compiled = torch.compile(lambda x: cube(x.sin()).cos(), backend="eager")
+    report = cm.check_derivatives(compiled, torch.randn(3))
+    assert "R" in report.words("wrong")
+    assert [fault.operator.rsplit(".", 1)[-1] for fault in report.faults] == ["Planted"]
+
+
 @pytest.mark.parametrize(
     "outputs",
     [

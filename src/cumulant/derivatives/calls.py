@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,10 +106,12 @@ def is_live(x: Any) -> bool:
 
 
 def _line() -> str:
-    """File and line of the innermost frame outside torch and this package."""
+    """File and line of the innermost frame of f outside torch; none if f is all torch's layers."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
+        if file.startswith(_OURS[0]) and frame.f_code.co_name == record.__name__:
+            return ""
         if not file.startswith((_TORCH, *_OURS)) and not file.startswith(("<string>", "<frozen")):
             return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
@@ -192,6 +194,13 @@ def _functions_recorded(recorder: _Recorder) -> Generator[None]:
             del base.apply
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled functions run operator by operator, if there can be any."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording:
     """The operators of ``run()``; module paths are those inside `module`."""
     names = {id(m): n for n, m in module.named_modules() if n} if module is not None else {}
@@ -201,7 +210,7 @@ def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording
         hooks.register_module_forward_hook(recorder.leave, always_call=True),
     ]
     try:
-        with torch.enable_grad(), _functions_recorded(recorder), recorder:
+        with torch.enable_grad(), _uncompiled(), _functions_recorded(recorder), recorder:
             run()
     finally:
         for handle in handles:
