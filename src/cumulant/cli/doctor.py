@@ -169,6 +169,12 @@ def _show(report: DerivativeReport) -> None:
             "" if row.error_bar is None else f"{row.error_bar:.1e}",
         )
     Console().print(table)
+    reasons: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.note:
+            reasons.setdefault(f"{row.status}: {row.note}", []).append(row.word)
+    for reason, words in reasons.items():
+        typer.echo(f"{' '.join(words)} {reason}")
     for note in report.notes:
         typer.echo(f"note: {note}")
     for fault in report.faults:

@@ -189,4 +189,6 @@ def backward(arguments: Named, scale: float, band: Band, *, whole: bool = True) 
         scale=scale,
     )
     names = ("query", "key", "value")
-    return {n: g.reshape(arguments[n].shape) for n, g in zip(names, grads, strict=True)}
+    # torch returns transposed views, and refuses a dual number whose primal is a view with other
+    # strides than its tangent; `.data` is the same memory, but no view.
+    return {n: g.reshape(arguments[n].shape).data for n, g in zip(names, grads, strict=True)}
