@@ -122,7 +122,7 @@ def test_keys_that_change_after_sharding(crew):
 def unlike_options(group, rank, size):
     x = draw(3, 4, seed=rank)
     unlike = {
-        "averaged": {"reduction": "mean" if rank else "sum"},
+        "agree on reduction": {"reduction": "mean" if rank else "sum"},
         "cosine": {"similarity": "dot" if rank else "cosine"},
         "temperature": {"temperature": 0.1 + rank},
     }

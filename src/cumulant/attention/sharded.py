@@ -14,8 +14,9 @@ from cumulant.attention.inputs import Call, Shard, prepare
 from cumulant.attention.merging import Joined
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
+from cumulant.distributed.facts import Facts, describe, grad_mode
 from cumulant.distributed.maps import gather_rows, spread
-from cumulant.distributed.ranks import Ranks, as_fact, describe, grad_mode, packed
+from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import Route, ShardedKeys, cheaper_route
 from cumulant.kernels.merge import over_ranks
 from cumulant.kernels.ring import Ring
@@ -31,7 +32,7 @@ def attend_sharded(
     keys, values, ranks = shard.keys, shard.values, shard.ranks
     values = keys if values is None else values
 
-    def described() -> dict[str, int]:
+    def described() -> Facts:
         _check_values(value)
         return _facts(query, shard, options)
 
@@ -63,7 +64,7 @@ def attend_sharded(
     def make() -> Call:
         return prepare("attend", query, keys, values, shard=where, **options)
 
-    masked = max(masks) or facts["the causal bias"][0]
+    masked = max(masks) or options["attn_mask"] is not None  # agreed: a mask or a causal bias
     call = ranks.checked("attend with attn_mask", make) if masked else make()
     if route == "ring":
         ring = Ring(ranks, shard.rows, sum(rows[: ranks.rank]))
@@ -131,7 +132,7 @@ def _check_values(value: Any) -> None:
         raise InputError("attend: sharded keys have their values: ShardedKeys(keys, values).")
 
 
-def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str, int]:
+def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> Facts:
     """Check what can be checked without the others, and describe it."""
     scale, mask = options["scale"], options["attn_mask"]
     values = shard.keys if shard.values is None else shard.values
@@ -150,7 +151,7 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
             "it anew, on all ranks, when their number changes."
         )
     window = options["window"] or (None, None)
-    left, right = (-1 if x is None else x for x in window)
+    left, right = ("open" if x is None else x for x in window)
     tensors = [x for x in (query, shard.keys, values, scale, mask) if isinstance(x, Tensor)]
     shape = scale.shape if isinstance(scale, Tensor) else torch.Size()
     number = float(scale) if isinstance(scale, int | float) else 0.0
@@ -159,27 +160,27 @@ def _facts(query: Any, shard: ShardedKeys, options: dict[str, Any]) -> dict[str,
         **describe(query=query),
         **{n: x for n, x in held.items() if n.startswith(("dtype", "whether"))},
         **grad_mode(),
-        "whether autocast is on": int(torch.is_autocast_enabled(query.device.type)),
-        "whether it is causal": int(bool(options["is_causal"])),
-        "whether heads are grouped": int(bool(options["enable_gqa"])),
+        "whether autocast is on": torch.is_autocast_enabled(query.device.type),
+        "whether it is causal": bool(options["is_causal"]),
+        "whether heads are grouped": bool(options["enable_gqa"]),
         "the window to the left": left,
         "the window to the right": right,
         "the causal bias": _causal_bias(mask),
-        "whether a scale is given": int(scale is not None),
-        "the value of scale": as_fact(number),
+        "whether a scale is given": scale is not None,
+        "the value of scale": number,
         **_scale_facts(scale),
-        "batch of scale": packed(shape[:-2] if shard.sharded_queries else shape),
+        "batch of scale": tuple(shape[:-2] if shard.sharded_queries else shape),
         "features of scale": shape[-1] if shape else 1,
-        "whether anything requires gradients": int(any(x.requires_grad for x in tensors)),
+        "whether anything requires gradients": any(x.requires_grad for x in tensors),
         "mask": 0 if not _is_plain(mask) else 2 if mask.is_floating_point() else 1,
         "rows": query.shape[-2],
     }
 
 
-def _scale_facts(scale: Any) -> dict[str, int]:
+def _scale_facts(scale: Any) -> Facts:
     """Of a tensor scale, what ranks must agree on; of a number nothing."""
     if not isinstance(scale, Tensor):
-        return {"dtype of scale": -1, "whether scale requires gradients": 0}
+        return {"dtype of scale": "a number", "whether scale requires gradients": False}
     found = describe(scale=scale.reshape(1, -1))
     return {n: found[n] for n in ("dtype of scale", "whether scale requires gradients")}
 

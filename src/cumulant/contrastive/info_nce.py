@@ -25,7 +25,7 @@ from cumulant.contrastive.positives import (
 )
 from cumulant.contrastive.room import Reduce, Room, nothing
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import as_fact, grad_mode
+from cumulant.distributed.facts import Facts, grad_mode
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Pool, over_ranks
 from cumulant.kernels.potential import both_normalizers, log_normalizer
@@ -206,19 +206,18 @@ def info_nce(
         named = None if labels is None else label_rows("info_nce", labels, q, k)
         return _Local(q, k, extra, kind, bias, extra_bias, named)
 
-    def facts() -> dict[str, int]:
+    def facts() -> Facts:
         return {
             **grad_mode(),
-            "whether it is symmetric": int(bool(symmetric)),
-            "whether losses are averaged": int(reduction == "mean"),
-            "whether losses are summed": int(reduction == "sum"),
-            "whether similarity is cosine": int(similarity == "cosine"),
-            "whether other anchors' keys count": int(bool(in_batch)),
+            "whether it is symmetric": bool(symmetric),
+            "reduction": reduction,
+            "similarity": similarity,
+            "whether other anchors' keys count": bool(in_batch),
             "the value of temperature": _number(temperature),
             "whether the temperature requires gradients": _learned(temperature),
             "whether log_weights require gradients": _learned(log_weights),
-            "whether log_weights are given": int(log_weights is not None),
-            "whether labels are given": int(labels is not None),
+            "whether log_weights are given": log_weights is not None,
+            "whether labels are given": labels is not None,
         }
 
     q, k, extra, kind, bias, extra_bias, named = room.enter("info_nce", local, facts)
@@ -267,13 +266,13 @@ def info_nce(
     return Contrast(out, normalizer, entropy, effective)
 
 
-def _learned(x: Any) -> int:
-    return int(isinstance(x, Tensor) and x.requires_grad)
+def _learned(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
-def _number(x: Any) -> int:
+def _number(x: Any) -> float | str:
     """A plain number as ranks compare it; a tensor, which may be learned, is taken as it is."""
-    return 0 if isinstance(x, Tensor) else as_fact(float(x))
+    return "a tensor" if isinstance(x, Tensor) else float(x)
 
 
 def nt_xent(

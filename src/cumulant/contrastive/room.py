@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
+from cumulant.distributed.facts import Facts, describe
 from cumulant.distributed.maps import gather_rows, total
-from cumulant.distributed.ranks import Ranks, describe
+from cumulant.distributed.ranks import Ranks
 
 __all__ = ["Reduce", "Room", "nothing"]
 
@@ -36,12 +37,12 @@ class Room:
         self.anchors = 0
 
     def enter(
-        self, what: str, prepare: Callable[[], _Pair], facts: Callable[[], dict[str, int]] = dict
+        self, what: str, prepare: Callable[[], _Pair], facts: Callable[[], Facts] = dict
     ) -> _Pair:
         """Check this rank's anchors and keys, the first two, and learn how many others have."""
         made: list[_Pair] = []
 
-        def check() -> dict[str, int]:
+        def check() -> Facts:
             made.append(prepare())
             q, k = made[0][:2]
             counts = {"anchors": q.shape[-2], "keys": k.shape[-2]}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, require
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import as_fact, checksum
+from cumulant.distributed.facts import Facts
 from cumulant.memory.retrieval import Rows
 
 __all__ = [
@@ -35,11 +35,10 @@ class Asked(NamedTuple):
     tol: float | None
     step_size: float
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> Facts:
         """What ranks must agree on."""
-        tol = -1.0 if self.tol is None else self.tol
-        given = {"steps": self.steps, "tol": tol, "step_size": self.step_size}
-        return {f"the value of {n}": as_fact(x) for n, x in given.items()}
+        tol = "not given" if self.tol is None else self.tol
+        return {"steps": self.steps, "tol": tol, "step_size": self.step_size}
 
 
 class Bounded(NamedTuple):
@@ -50,25 +49,25 @@ class Bounded(NamedTuple):
     at: Tensor | None
     fixed_point: Tensor | None
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> Facts:
         """What ranks must agree on."""
         given = {"index": self.at, "fixed_point": self.fixed_point}
-        return {f"whether {n} is given": int(x is not None) for n, x in given.items()}
+        return {f"whether {n} is given": x is not None for n, x in given.items()}
 
 
-def beta_facts(beta: float | Tensor) -> dict[str, int]:
+def beta_facts(beta: float | Tensor) -> Facts:
     """Of a number its value; of a tensor, which may be learned, what it is."""
     learned = isinstance(beta, Tensor) and beta.requires_grad
     return {
-        "the value of beta": 0 if isinstance(beta, Tensor) else as_fact(beta),
-        "whether beta is a tensor": int(isinstance(beta, Tensor)),
-        "whether beta requires gradients": int(learned),
+        "the value of beta": "a tensor" if isinstance(beta, Tensor) else float(beta),
+        "whether beta is a tensor": isinstance(beta, Tensor),
+        "whether beta requires gradients": learned,
     }
 
 
-def same_numbers(at: Tensor) -> dict[str, int]:
+def same_numbers(at: Tensor) -> Facts:
     """That ranks must be given the same numbers."""
-    return {"index (its checksum)": checksum(at)}
+    return {"index": tuple(at.flatten().tolist())}
 
 
 def given_kind(given: Any, kept: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ those of rank 0 first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from cumulant.attention.sharded import attend_sharded
 from cumulant.core.errors import InputError
 from cumulant.distributed import maps
+from cumulant.distributed.facts import Facts
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.ring import Ring
@@ -26,7 +27,7 @@ from cumulant.memory.retrieval import here
 __all__ = ["Answer", "Local", "Sharded", "Store"]
 
 _T = TypeVar("_T")
-_Facts = Callable[[_T], Mapping[str, int]]
+_Facts = Callable[[_T], Facts]
 
 
 class Answer(NamedTuple):
