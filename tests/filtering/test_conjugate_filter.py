@@ -631,9 +631,7 @@ def test_precision_of_the_answer():
 def test_shapes_progress_and_repr():
     seen = []
     model = built(DirichletCategorical())
-    post = filter_conjugate(
-        model, DirichletCategorical.observations[None], progress=seen.append
-    )
+    post = filter_conjugate(model, DirichletCategorical.observations[None], progress=seen.append)
     assert [(x.done, x.total) for x in seen] == [(t, 5) for t in range(1, 6)]
     assert post.mean.shape == (1, 5, 3)
     assert post.mode_covariances.shape == (1, 5, 2, 3, 3)

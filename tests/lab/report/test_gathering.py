@@ -85,9 +85,7 @@ def test_what_cannot_be_made_is_noted(few, monkeypatch, capsys, tmp_path):
         raise InputError("models are loaded by transformers, which is missing.")
 
     monkeypatch.setattr(gathering, "load", load)
-    monkeypatch.setattr(
-        gathering, "_bench", lambda name, _: {"note": f"{name} is left out."}
-    )
+    monkeypatch.setattr(gathering, "_bench", lambda name, _: {"note": f"{name} is left out."})
     code, said, _ = run(monkeypatch, capsys, "-o", tmp_path)
     assert code == 0
     assert "The lens is left out: models are loaded by transformers" in " ".join(said.split())
