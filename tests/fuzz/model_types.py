@@ -58,7 +58,7 @@ class Softmaxes(TorchFunctionMode):
 
     def _name(self, frame):
         while frame is not None:
-            if frame.f_code.co_filename.endswith("lens/interface.py"):
+            if frame.f_code.co_filename.endswith("integrations/transformers.py"):
                 return
             owner = frame.f_locals.get("self")
             if re.search("Attention|Attn", type(owner).__name__):
@@ -70,7 +70,7 @@ class Softmaxes(TorchFunctionMode):
 @contextmanager
 def counted():
     """Our implementation, counted."""
-    interface = importlib.import_module("cumulant.lens.interface")
+    interface = importlib.import_module("cumulant.integrations.transformers")
     with Softmaxes() as found:
 
         def forward(*args, **kwargs):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Attended, Settled, Source, column_of
+from cumulant.attention.attended import Attended, Field, Settled, Source, column_of
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept, known
 from cumulant.kernels.merge import HERE, Parts, Pool
@@ -57,7 +57,7 @@ class Joined(Lazy):
     def shape(self) -> torch.Size:
         return self.sets[0].shape
 
-    def ready(self, name: str) -> None:
+    def ready(self, name: Field) -> None:
         """Ask each of the sets, unless the column is known."""
         if known(self, column_of(name)) is None:
             for each in self.sets:
@@ -138,7 +138,7 @@ class Joined(Lazy):
         return torch.cat([center, pool.variance(center, pairs), pool.log_normalizer()], -1)
 
 
-def _one_width(name: str, columns: list[Tensor]) -> list[Tensor]:
+def _one_width(name: Field, columns: list[Tensor]) -> list[Tensor]:
     shapes = [tuple(x.shape) for x in columns]
     for shape in shapes:
         if shape != shapes[0]:
@@ -188,7 +188,8 @@ def merge(first: Attended, *others: Attended) -> Attended:
 
     Args:
         first: a result of `attend`.
-        others: further results of `attend` for the same queries; no key may be in two of them.
+        others: further results of `attend` for the same queries; no key may be in two of them. A
+            sink counts as a key: give it to one result only.
 
     Returns:
         Attended: as if all keys had been attended at once, each field joined when asked for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,13 +158,36 @@ def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:
     return x
 
 
-def broadcast(owner: str, **shapes: torch.Size | tuple[int, ...]) -> torch.Size:
-    """The common batch shape."""
+def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
+    """The shape that all of these broadcast to, or None where there is none.
+
+    >>> from cumulant.core.checks import common_shape
+    >>> common_shape((3, 1), (4,)), common_shape((3,), (4,))
+    (torch.Size([3, 4]), None)
+    """
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        return torch.broadcast_shapes(*(torch.Size(shape) for shape in shapes))
     except RuntimeError:
+        return None
+
+
+def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of this shape can be expanded to the target, which stays as it is.
+
+    >>> from cumulant.core.checks import broadcasts_to
+    >>> broadcasts_to((3, 1), (2, 3, 4)), broadcasts_to((2, 3, 4), (3, 1))
+    (True, False)
+    """
+    return common_shape(shape, target) == torch.Size(target)
+
+
+def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
+    """The common batch shape, or an error that names the shapes."""
+    common = common_shape(*shapes.values())
+    if common is None:
         told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
-        raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.") from None
+        raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.")
+    return common
 
 
 def whole(owner: str, name: str, value: Any, least: int) -> int:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
-from cumulant.lens.calls import AttentionCall
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["Link", "energy_change", "link"]
