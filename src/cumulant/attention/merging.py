@@ -64,11 +64,12 @@ class Joined(Lazy):
                 each.ready(name)
 
     def _pool_of(self, sets: tuple[Source, ...], normalizers: Sequence[Tensor]) -> _Pooled:
-        if not self._lifted:
+        found = [each.lift for each in sets]
+        if not self._lifted or (self._parts is HERE and all(x is None for x in found)):
             return _Pooled(sets, Pool(normalizers, self._parts), None)
         lifts = [
-            torch.zeros_like(lowered) if each.lift is None else each.lift
-            for each, lowered in zip(sets, normalizers, strict=True)
+            torch.zeros_like(lowered) if lift is None else lift
+            for lift, lowered in zip(found, normalizers, strict=True)
         ]
         own = [
             lift.masked_fill(lowered == -math.inf, -math.inf)

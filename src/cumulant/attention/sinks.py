@@ -13,6 +13,7 @@ from torch import Tensor
 from cumulant.attention.attended import Attended, Field, Source
 from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call
+from cumulant.attention.masks import lowered
 from cumulant.attention.merging import Joined
 from cumulant.core.lazy import Snapshot
 from cumulant.core.precision import widest
@@ -31,8 +32,7 @@ class Sink:
 
     def __init__(self, logits: Tensor, shape: torch.Size, features: int) -> None:
         self.shape = shape
-        self.lift = None
-        self._logits = logits
+        self._logits, self._lift = lowered(logits)
         self._features = features
         self._inputs = Snapshot([logits])
 
@@ -46,6 +46,10 @@ class Sink:
 
     def _zeros(self, width: int) -> Tensor:
         return self._logits.new_zeros(()).expand(*self.shape[:-1], width)
+
+    @property
+    def lift(self) -> Tensor | None:
+        return None if self._lift is None else self._lift.expand(*self.shape[:-1], 1)
 
     @property
     def lowered(self) -> Tensor:
@@ -77,9 +81,9 @@ class Sink:
         return moments.to(widest(moments.device))
 
 
-def with_sink(keys: Source, logits: Tensor, features: int, *, lifted: bool = True) -> Joined:
+def with_sink(keys: Source, logits: Tensor, features: int) -> Joined:
     """The keys of a source, and the sink."""
-    return Joined([keys, Sink(logits, keys.shape, features)], lifted=lifted)
+    return Joined([keys, Sink(logits, keys.shape, features)])
 
 
 def attended(call: Call, *, values_are_keys: bool = False) -> Attended:
@@ -88,4 +92,4 @@ def attended(call: Call, *, values_are_keys: bool = False) -> Attended:
     if call.sink is None:
         return Attended(keys, call.dtype)
     features = call.arguments["key"].shape[-1]
-    return Attended(with_sink(keys, call.sink, features, lifted=call.lift is not None), call.dtype)
+    return Attended(with_sink(keys, call.sink, features), call.dtype)
