@@ -176,7 +176,7 @@ def refusal_of(action):
     except cm.InputError as error:
         if "cannot run in" in str(error):
             return str(error).split("cannot run in ")[1].split(":")[0]
-        if 'which "cumulant" does not read' in str(error):
+        if 'which "cumulant" does not support' in str(error):
             return str(error).split(" ")[0]
         raise
     return None
