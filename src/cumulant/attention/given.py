@@ -35,7 +35,12 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Shard:
-    """The keys of a call are those after `before` others, of `keys` in all; queries likewise."""
+    """Where the keys of a call stand among those of all ranks.
+
+    Attributes:
+        before: how many keys come before them.
+        keys, queries: how many there are on all ranks together.
+    """
 
     before: int
     keys: int

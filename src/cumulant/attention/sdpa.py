@@ -32,13 +32,15 @@ def scaled_dot_product_attention(
 
     See docs/theory.md, T12.
 
-    Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
-    torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of
-    `attn_mask` and of a tensor `scale`, dropout without an M x N array, and rows without keys are
-    zero. An additive mask is added exactly, however large: a row of which every key has the same
-    -1e9 or ``torch.finfo(dtype).min`` is plain attention, as softmax does not change under a shift
-    (T1). There torch's scores are rounded away and its row is the mean of all values; a boolean
-    mask gives zeros in both.
+    Same arguments, same semantics; torch's fused kernel runs where it applies. Beyond torch:
+    forward mode and derivatives of any order in memory linear in the lengths, gradients of
+    `attn_mask` and of a tensor `scale`, dropout without an M x N array, and zeros for rows without
+    keys.
+
+    An additive mask is added exactly, however large: a row with the same -1e9 or
+    ``torch.finfo(dtype).min`` at every key is plain attention, because softmax does not change
+    under a shift (T1). In torch such scores are rounded away, and the row is the mean of all
+    values. A boolean mask gives zeros in both.
 
     Jagged nested tensors ``(batch, heads, length, features)`` work without `attn_mask` and dropout,
     and have only the first gradient, which is all that torch's nested tensors support;

@@ -128,7 +128,7 @@ def rms_norm(
     fits = bool(shape) and tuple(input.shape[-len(shape) :]) == shape
     if not transformed() or not fits or (weight is not None and tuple(weight.shape) != shape):
         return _rms_norm(input, shape, weight, eps)
-    x = _wide(input)
+    x = wide(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     square = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
     return _affine(x * (square + eps).rsqrt(), weight, None).to(input.dtype)
