@@ -72,7 +72,7 @@ class TestRangeOfNumbers:
 
 
 def test_statistics_have_a_function_of_their_own():
-    with pytest.raises(InputError, match=r"'details' is now 'contrast\(\.\.\.\)'"):
+    with pytest.raises(cm.InputError, match=r"'details' is now 'contrast\(\.\.\.\)'"):
         info_nce(q, k, details=True)
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cumulant.core.precision import wide
+
 __all__ = ["batch_norm", "instance_norm", "layer_norm", "rms_norm", "transformed"]
 
 Norm = Callable[..., Tensor]
@@ -81,11 +83,6 @@ def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     return centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half precision is summed in float32, as torch does."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
@@ -111,7 +108,7 @@ def layer_norm(
         return _layer_norm(x, shape, w, b, eps, torch.backends.cudnn.enabled)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        y = _standardized(_wide(x), tuple(range(-len(shape), 0)), eps)
+        y = _standardized(wide(x), tuple(range(-len(shape), 0)), eps)
         return _affine(y, w, b).to(_result_dtype(x))
 
     fits = bool(shape) and tuple(input.shape[-len(shape) :]) == shape
@@ -131,7 +128,7 @@ def rms_norm(
     fits = bool(shape) and tuple(input.shape[-len(shape) :]) == shape
     if not transformed() or not fits or (weight is not None and tuple(weight.shape) != shape):
         return _rms_norm(input, shape, weight, eps)
-    x = _wide(input)
+    x = wide(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     square = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
     return _affine(x * (square + eps).rsqrt(), weight, None).to(input.dtype)
@@ -204,7 +201,7 @@ def _over_batch(
         return torchs(x, w, b, None, None)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        y = _standardized(_wide(x), tuple(d for d in range(first, x.ndim) if d != 1), eps)
+        y = _standardized(wide(x), tuple(d for d in range(first, x.ndim) if d != 1), eps)
         return _affine(y, _per_channel(w, x), _per_channel(b, x)).to(x.dtype)
 
     if running_mean is not None or running_var is not None or transformed():

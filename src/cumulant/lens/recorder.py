@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
-from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import finite, numbers, real, require
+from cumulant.core.checks import broadcasts_to, common_shape, finite, numbers, real, require
 from cumulant.core.errors import InputError
 from cumulant.distributed.facts import Facts
 from cumulant.memory.retrieval import Rows
@@ -104,11 +104,7 @@ def inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tens
     if not isinstance(beta, Tensor):
         return real(owner, "beta", beta, least=0.0)
     sets = patterns.shape[:-2]
-    try:
-        fits = torch.broadcast_shapes(beta.shape, sets) == sets
-    except RuntimeError:
-        fits = False
-    if not fits or not beta.is_floating_point():
+    if not broadcasts_to(beta.shape, sets) or not beta.is_floating_point():
         raise InputError(
             f"{owner}: a tensor beta must be real and broadcast to the sets of patterns, "
             f"{tuple(sets)}, but is {beta.dtype} of shape {tuple(beta.shape)}."
@@ -141,13 +137,12 @@ def states(owner: str, state: Tensor, patterns: Tensor) -> tuple[Tensor, Rows]:
     shape = xi.shape
     if not sets:  # one set of patterns: all states are queries of it
         return xi.reshape(-1, d), Rows(shape[:-1])
-    try:
-        batch = torch.broadcast_shapes(shape[:-2], sets)
-    except RuntimeError:
+    batch = common_shape(shape[:-2], sets)
+    if batch is None:
         raise InputError(
             f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the sets of "
             f"patterns, {tuple(sets)}."
-        ) from None
+        )
     return xi.expand(*batch, *shape[-2:]), Rows(None)
 
 
@@ -172,13 +167,12 @@ def _numbers(owner: str, index: Any, count: int, device: torch.device) -> Tensor
 def one_each(owner: str, index: Any, count: int, shape: torch.Size, device: torch.device) -> Tensor:
     """A number for each state of `shape`."""
     at = _numbers(owner, index, count, device)
-    try:
-        return at.expand(shape)
-    except RuntimeError:
+    if not broadcasts_to(at.shape, shape):
         raise InputError(
             f"{owner}: index must have shape {tuple(shape)}, one number for each state, but has "
             f"{tuple(at.shape)}."
-        ) from None
+        )
+    return at.expand(shape)
 
 
 def several(owner: str, index: Any, count: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -113,9 +113,7 @@ class Sharded:
         return self._ranks.checked(what, make, facts or (lambda _: {}))
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
-        options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}
-        options |= {"scale": scale, "enable_gqa": False}
-        found = attend_sharded(xi, self._shard.holding(self._patterns, value), options)
+        found = attend_sharded(xi, self._shard.holding(self._patterns, value), scale=scale)
         return Answer(lambda: found.mean, lambda: found.log_normalizer)
 
     def largest_norm(self) -> Tensor:

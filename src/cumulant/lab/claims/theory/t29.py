@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, Gaussian, GaussianMixture
+from cumulant.attention.calls import AttentionCall
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import (
     OPEN,
@@ -20,7 +21,6 @@ from cumulant.lab.claims.claim import (
     noted,
 )
 from cumulant.lab.claims.real import NEEDS, Sublayer, split, sublayers
-from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, link
 
 
