@@ -26,6 +26,10 @@ def claims(
         list[str] | None,
         typer.Option(help="One claim, T14 or simclr; may be repeated, or given with commas."),
     ] = None,
+    evidence: Annotated[
+        str | None,
+        typer.Option(help="Only claims that rest on this: identity, simulation or empirical."),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small experiments: all of them in a minute.")
     ] = False,
@@ -45,6 +49,7 @@ def claims(
     \b
     cumulant claims --quick              all of them, in a minute
     cumulant claims --only T14 --only simclr
+    cumulant claims --evidence empirical only what trained models decide
     cumulant claims -o ledger/           with pictures and a page; some minutes
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
@@ -54,9 +59,12 @@ def claims(
     """
     from cumulant import __version__
 
-    chosen = select(name for given in only or () for name in given.split(",") if name.strip())
-    if only and not any(name.strip() for given in only for name in given.split(",")):
+    names = [name for given in only or () for name in given.split(",") if name.strip()]
+    if only and not names:
         raise InputError("--only needs the id of a claim, such as T14.")
+    chosen = select(names, evidence=evidence)
+    if not chosen:
+        raise InputError(f"none of the claims named rests on {evidence} evidence.")
     shown = Console(stderr=as_json, highlight=False, emoji=False)
     with keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__) as keep:
         if keep.done:

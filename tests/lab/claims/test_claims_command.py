@@ -43,6 +43,31 @@ def test_people_see_a_verdict_a_finding_and_a_sum():
     assert "1 claim: 1 holds with a correction." in out.stdout
 
 
+def test_only_what_rests_on_one_kind_of_evidence():
+    out = run("--only", "T4,T20", "--evidence", "simulation", "--quick", "--json")
+    assert out.returncode == 0, out.stderr
+    assert [(x["id"], x["evidence"]) for x in json.loads(out.stdout)["claims"]] == [
+        ("T20", "simulation")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--evidence", "hearsay"], "one of identity, simulation, empirical, got 'hearsay'"),
+        (
+            ["--only", "T4", "--evidence", "empirical"],
+            "none of the claims named rests on empirical",
+        ),
+    ],
+)
+def test_evidence_that_there_is_not(arguments, said):
+    out = run(*arguments)
+    assert out.returncode == 2
+    assert said in out.stderr
+    assert out.stderr.count("\n") == 1
+
+
 def test_unknown_claims_list_the_known():
     out = run("--only", "T99")
     assert out.returncode == 2

@@ -14,7 +14,7 @@ from cumulant.core.files import make_folder, write_file
 from cumulant.core.journal import Journal
 from cumulant.core.lock import locked
 from cumulant.figures import as_svg, need_matplotlib
-from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Claim
+from cumulant.lab.claims.claim import CORRECTED, EVIDENCE, FAILS, HOLDS, OPEN, Claim
 from cumulant.lab.claims.ledger import Entry, run, sources
 
 __all__ = ["LEDGER", "Keeper", "bound", "keeper", "markdown", "measured", "outcome", "tally"]
@@ -178,10 +178,17 @@ def markdown(ledger: Mapping[str, Any]) -> str:
         "",
         f"Made by `cumulant claims{flags}`, version {ledger['version']}: {tally(rows)}.",
         "",
-        "| | claim | verdict |",
-        "|---|---|---|",
+        "A verdict rests on one of three kinds of evidence: "
+        + "; ".join(f"*{name}*, {says}" for name, says in EVIDENCE.items())
+        + ".",
+        "",
+        "| | claim | verdict | evidence |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} |" for r in rows]
+    lines += [
+        f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} | {r['evidence']} |"
+        for r in rows
+    ]
     for row in rows:
         lines += ["", *_section(row)]
     return "\n".join(lines) + "\n"
@@ -189,7 +196,8 @@ def markdown(ledger: Mapping[str, Any]) -> str:
 
 def _section(row: Row) -> list[str]:
     lines = [f"## {row['id']}", "", f"**{row['title']}: {outcome(row)}.** {row['statement']}"]
-    lines += ["", f"$$\n{row['formula']}\n$$", "", f"Source: {row['source']}."]
+    lines += ["", f"$$\n{row['formula']}\n$$", ""]
+    lines += [f"Source: {row['source']}. Evidence: {row['evidence']}."]
     if row["systems"]:
         lines[-1] += f" Known as: {', '.join(row['systems'])}."
     if row["correction"]:
