@@ -140,6 +140,24 @@ def test_what_is_no_file_is_refused_and_left_alone(tmp_path, name, kind):
     assert names(tmp_path) == [name]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there are no such names")
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_output_that_goes_to_a_file_is_not_replaced(tmp_path, name):
+    """`simulate -o /dev/stdout > log` would lose the log."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    script = (
+        "import sys; from cumulant.core.files import write_file; import cumulant\n"
+        "print('first', flush=True)\n"
+        "try: write_file(sys.argv[1], 'new')\n"
+        "except cumulant.InputError as error: print(error)"
+    )
+    with open(tmp_path / "log", "w") as log:
+        subprocess.run([sys.executable, "-c", script, name], stdout=log, cwd=tmp_path, check=True)
+    first, told = (tmp_path / "log").read_text().splitlines()
+    assert first == "first"
+    assert told == f"cannot write {name}: it stands for a file that is open; name the file itself."
+
+
 def test_processes_that_save_one_path_never_show_a_part(tmp_path):
     path = tmp_path / "run.npz"
     runs = [trajectory(seed) for seed in range(2)]

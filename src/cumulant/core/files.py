@@ -79,14 +79,16 @@ def destination(path: str | os.PathLike[str]) -> Path:
     """Where `whole_file` will write, links resolved. Call it before long work, to fail early.
 
     Raises:
-        InputError: no folder, a folder, device, pipe or socket in its place, a name that is too
-            long or holds control characters, no permission.
+        InputError: no folder, a folder, device, pipe, socket or open file (``/dev/stdout``) in its
+            place, a name that is too long or holds control characters, no permission.
     """
     given = _as_path(path)
     try:
         target = Path(os.path.realpath(given))
         with suppress(FileNotFoundError):
             _check_kind(path, os.stat(given).st_mode)
+            if _is_open_file(given):
+                raise _refused(path, "it stands for a file that is open; name the file itself")
             if not os.access(given, os.W_OK):
                 raise _refused(path, "the file is read-only")
         if not stat.S_ISDIR(os.stat(target.parent).st_mode):
@@ -162,6 +164,16 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
         kinds = {"c": "a device", "b": "a device", "p": "a pipe", "s": "a socket"}
         kind = kinds.get(stat.filemode(mode)[0], "something else")
         raise _refused(path, f"it is {kind}, not a file")
+
+
+def _is_open_file(path: Path) -> bool:
+    """Whether it is, or links to, a file descriptor: replacing its file would lose what it has."""
+    while path.is_symlink():
+        folder = os.path.realpath(path.parent)
+        if folder.startswith("/proc/") and folder.endswith("/fd"):
+            return True
+        path = Path(folder, os.readlink(path))
+    return False
 
 
 def _refused(path: str | os.PathLike[str], why: str) -> InputError:
