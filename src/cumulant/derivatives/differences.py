@@ -51,10 +51,10 @@ def _stencil(order: int, side: int) -> list[tuple[float, int]]:
     return [(k + shift, (-1) ** (order - k) * math.comb(order, k)) for k in range(order + 1)]
 
 
-def _extrapolated(line: Line, order: int, side: int, noise: float) -> tuple[float, float]:
-    """(derivative, error bar): the best entry of the tableau."""
+def _extrapolated(line: Line, order: int, side: int, noise: float) -> tuple[float, float, float]:
+    """(derivative, error bar, rounding in it): the best entry of the tableau."""
     ratio = 4.0 if side == 0 else 2.0  # an error in h^2, h^4, ...; to one side in h, h^2, ...
-    best, error = math.nan, math.inf
+    best, error, noisy = math.nan, math.inf, 0.0
     above: list[float] = []
     for level in range(LEVELS):
         h = LONGEST * 2.0**-level
@@ -67,25 +67,25 @@ def _extrapolated(line: Line, order: int, side: int, noise: float) -> tuple[floa
             rounding *= (factor + 1) / (factor - 1)
             spread = max(abs(row[m] - row[m - 1]), abs(row[m] - above[m - 1]))
             if spread + rounding < error:
-                best, error = row[m], spread + rounding
+                best, error, noisy = row[m], spread + rounding, rounding
         above = row
-    return best, error
+    return best, error, noisy
 
 
 def _line_derivative(line: Line, order: int, noise: float) -> Difference:
     line = cache(line)
-    value, error = _extrapolated(line, order, 0, noise)
-    right, right_error = _extrapolated(line, order, +1, noise)
-    left, left_error = _extrapolated(line, order, -1, noise)
+    value, error, _ = _extrapolated(line, order, 0, noise)
+    right, right_error, right_noise = _extrapolated(line, order, +1, noise)
+    left, left_error, left_noise = _extrapolated(line, order, -1, noise)
     apart = abs(right - left)
     # Both sides must have settled far below their distance: their error bars are the least sure,
     # and a function with a jump or much noise has no sides to compare.
     kink = 200 * (right_error + left_error) < apart
     # Central differences of an even function, sqrt(|x|) say, agree on 0 whether or not there is a
-    # derivative. Where the sides settle on nothing, neither has the center.
-    sides = right_error + left_error
-    if not sides <= 0.5 * max(abs(value), abs(right), abs(left)):
-        error = max(error, sides) if sides == sides else math.inf
+    # derivative. Where the sides settle on nothing, and not for noise, neither has the center.
+    sides, size = right_error + left_error, max(abs(value), abs(right), abs(left))
+    if not sides <= max(0.5 * size, 10 * (right_noise + left_noise)):
+        error = max(error, sides)
     return Difference(value, error, kink)
 
 
