@@ -65,7 +65,7 @@ class Journal:
         self.damage = ""
         self._spans: list[_Span] = []
         self._replace = True  # by the next record, with the whole file
-        if self.path.exists():
+        if self.path.is_file():  # reading a pipe would wait forever; writing refuses it
             self._scan()
 
     def __len__(self) -> int:
