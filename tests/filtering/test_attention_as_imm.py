@@ -17,7 +17,7 @@ from cumulant.filtering import (
     sinkhorn_attention,
     transition_from_mixing,
 )
-from cumulant.filtering.attention import _imm
+from cumulant.filtering.attention_imm import _imm
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import advance, scheme_of
 

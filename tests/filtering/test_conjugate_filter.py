@@ -638,7 +638,7 @@ def test_shapes_progress_and_repr():
     assert post.mean.shape == (1, 5, 3)
     assert post.mode_covariances.shape == (1, 5, 2, 3, 3)
     assert post.predicted_mode_probabilities.shape == (1, 5, 2)
-    assert "Dirichlet, modes=2, state_dimension=3" in repr(post)
+    assert "Dirichlet, modes=2, state_size=3" in repr(post)
     assert filter_conjugate(model, torch.zeros(0, 4, 3)).mean.shape == (0, 4, 3)
     with pytest.raises(cm.InputError, match="one of the 5 steps"):
         post.measure(5)

@@ -114,8 +114,12 @@ def test_other_mistakes():
         F.forecast(post, 0)
     with pytest.raises(cm.InputError, match="steps must be a whole number"):
         F.sample(m, 2.5)
-    with pytest.raises(cm.InputError, match="seed must be a whole number"):
-        F.sample(m, 2, seed="x")
+    with pytest.raises(cm.InputError, match=r"generator must be a torch\.Generator, such as"):
+        F.sample(m, 2, generator=0)
+    with pytest.raises(cm.InputError, match="sample: 'seed' is now 'generator'"):
+        F.sample(m, 2, seed=0)
+    with pytest.raises(AttributeError, match="state_dimension is now state_size"):
+        _ = m.state_dimension
     with pytest.raises(cm.InputError, match="no parameter is called speed"):
         m.replace(speed=torch.ones(1))
     with pytest.raises(cm.InputError, match="each mode 0 to 1 once"):

@@ -12,33 +12,35 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from cumulant.cli.filter_report import copy_example, run_again, tell, tell_json
+from cumulant.cli.filter_report import Learned, copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import progress_bar
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
 from cumulant.figures import need_matplotlib
-from cumulant.filtering.files import Names, example_files, read_model, write_model
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast
+from cumulant.filtering.model import SwitchingLinearGaussian
+from cumulant.filtering.model_files import Names, example_files, read_model, write_model
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.filtering.series import Series, counted, listed, read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
-from cumulant.filtering.tables import summarize, table
+from cumulant.filtering.tables import compared, summarize, table
 
 MOST_AHEAD = 100_000
 PATIENCE = 2.0  # seconds before a bar appears
 
 
 class _Run(NamedTuple):
-    """What to filter, and where to put what comes of it."""
+    """What to filter, where the results go, and the fit that came first."""
 
     series: Series
-    model: Any
+    model: SwitchingLinearGaussian
     names: Names
     folder: Path
+    learned: Learned | None = None
 
 
 def filter_series(
@@ -143,14 +145,14 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
         except csv.Error as error:
             raise InputError(f"--columns must be names with commas between: {error}.") from None
     found = read_series(series, chosen)
-    p = parameters.observation_dimension
+    p = parameters.observation_size
     if found.values.shape[-1] != p:
         raise InputError(
             f"the model observes {p} number{'s' * (p != 1)} at each step, but {series} has "
             f"{counted(len(found.names), 'column')} of them: {listed(found.names)}. Choose with "
             "--columns."
         )
-    if parameters.input_dimension:
+    if parameters.input_size:
         raise InputError(
             f"{model} takes inputs, which the command does not read; filter in Python: "
             "cumulant.filtering.filter(model, observations, inputs=...)."
@@ -163,7 +165,7 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
     """Refuse before the work begins what could not end."""
     T = len(run.series.values) + ahead
-    n, modes = run.model.state_dimension, run.model.modes
+    n, modes = run.model.state_size, run.model.modes
     bounded(scheme, modes, modes * (n + n * n + 1), T)
     if run.model.steps is not None and run.model.steps < T:
         raise InputError(
@@ -200,26 +202,32 @@ def _work(
     written += copy_example(run.folder) if example else []
     written += _drawn(run, post, later, future) if draw else []
     modes = summarize(run.model, run.names.modes, later)
+    written += [run.learned.path] if run.learned else []
     again = run_again(run.folder) if example else None
-    (tell_json if as_json else tell)(run.series, post, modes, written, again)
+    (tell_json if as_json else tell)(run.series, post, modes, written, again, run.learned)
 
 
 def _fitted(run: _Run, collapse: str | int) -> _Run:
-    """The run with the most likely parameters, which are kept in a file."""
+    """The run with the most likely parameters, in the order and by the names of the file."""
     with progress_bar() as bar:
         task = bar.add_task("fitting", total=None)
 
         def tick(step: int, value: float) -> None:
             bar.update(task, description=f"fitting: step {step}, log-likelihood {value:.6g}")
 
-        found = fit(run.model, run.series.values, collapse=collapse, progress=tick)
+        y = run.series.values
+        # order_by=False: the names of the file belong to its order.
+        found = fit(run.model, y, collapse=collapse, progress=tick, order_by=False, throw=False)
     path = write_model(run.folder / "fitted.toml", found.model, run.names)
     typer.echo(
         f"cumulant: fitted, log-likelihood {found.log_likelihood:.6g} after {found.steps} steps "
         f"({found.message}); the model is in {path}",
         err=True,
     )
-    return run._replace(model=found.model)
+    if not found.converged:
+        typer.echo(f"cumulant: the fit has not converged: {found.status}", err=True)
+    learned = Learned(compared(run.model, found.model, run.names.modes), found, path)
+    return run._replace(model=found.model, learned=learned)
 
 
 def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None) -> list[Path]:
@@ -240,7 +248,7 @@ def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None
 
 
 def filtered(
-    model: Any,
+    model: SwitchingLinearGaussian,
     y: Tensor,
     collapse: str | int,
     tick: Callable[[int], None],
@@ -249,7 +257,7 @@ def filtered(
     """The posterior over all steps, as `filter` gives it; `steps` holds what is done so far."""
     # Nothing is known before the first observation, so that one is where `filter` may begin.
     first = int((~y.isnan()).any(-1).nonzero()[0]) + 1
-    if not model.state_dimension:
+    if not model.state_size:
         first = len(y)  # modes alone: all steps at once take no time
     steps.append(filter(model, y[:first], collapse=collapse))
     tick(first)

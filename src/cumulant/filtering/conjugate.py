@@ -15,7 +15,9 @@ from torch import Tensor
 
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
-from cumulant.filtering.checks import (
+from cumulant.filtering.kalman import stationary
+from cumulant.filtering.maps import image_size, member_of, tensors_of
+from cumulant.filtering.model_checks import (
     initial_probabilities,
     next_row,
     one_class,
@@ -23,8 +25,6 @@ from cumulant.filtering.checks import (
     series,
     stochastic,
 )
-from cumulant.filtering.gaussian import stationary
-from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
 from cumulant.measures.gaussian import Gaussian
@@ -117,7 +117,7 @@ class SwitchingConjugate:
                 f"{owner}: prior must have batch shape () or ({M},), one for each mode, not "
                 f"{tuple(member.batch_shape)}."
             )
-        self.observation_dimension = p = member._event_size()
+        self.observation_size = p = member._event_size()
         self.scalar = isinstance(member, Gamma | Beta)
         self.dynamics = _for_modes(owner, "dynamics", dynamics, M)
         self.likelihoods = [
@@ -140,8 +140,8 @@ class SwitchingConjugate:
 
     def __repr__(self) -> str:
         kind = type(self.prior).__name__
-        size = self.observation_dimension
-        return f"SwitchingConjugate({kind}, modes={self.modes}, state_dimension={size})"
+        size = self.observation_size
+        return f"SwitchingConjugate({kind}, modes={self.modes}, state_size={size})"
 
 
 def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
@@ -199,7 +199,7 @@ def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
         y: the next observation, ``(*batch,)`` or ``(*batch, p)``; NaN is missing.
     """
     past, model = post.observations[0], post.model
-    shape = past.shape[:-2] if model.scalar else (*past.shape[:-2], model.observation_dimension)
+    shape = past.shape[:-2] if model.scalar else (*past.shape[:-2], model.observation_size)
     value = next_row("update", y, past, tuple(shape))
     value = value[..., None] if model.scalar else value
     bank = ConjugateBank(model, value[..., None, :])

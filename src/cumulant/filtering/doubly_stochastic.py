@@ -11,7 +11,7 @@ from torch import Tensor
 from cumulant.attention.inputs import prepare
 from cumulant.core.checks import holds, numbers, real, require, whole
 from cumulant.core.errors import ConvergenceError, InputError
-from cumulant.filtering.attention import scores_of
+from cumulant.filtering.attention_imm import scores_of
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import SHAPES
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import step_of, whole
@@ -222,9 +222,9 @@ def _regression(
 ) -> dict[str, Tensor]:
     """Coefficients and noise of each mode, or of all where they are shared."""
     names = {which: which, "bias": f"{which}_bias", "input": f"{which}_input"}
-    M, n = model.modes, model.state_dimension
+    M, n = model.modes, model.state_size
     p = sums.rr.shape[-1]
-    zeros = {f"{which}_bias": (M, p), f"{which}_input": (M, p, model.input_dimension)}
+    zeros = {f"{which}_bias": (M, p), f"{which}_input": (M, p, model.input_size)}
 
     def part(name: str) -> Tensor:
         x = model.steps_of(name)
@@ -233,7 +233,7 @@ def _regression(
 
     blocks = [part(name) for name in names.values()]
     theta = torch.cat([b.expand(M, p, b.shape[-1]) for b in blocks], -1)
-    columns = [n, 1, model.input_dimension]
+    columns = [n, 1, model.input_size]
     moves = torch.cat(
         [torch.full((c,), name in free) for c, name in zip(columns, names.values(), strict=True)]
     )

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.filtering.checks import next_row, real_numbers, series
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,
     filter_conjugate,
     update_conjugate,
 )
-from cumulant.filtering.gaussian import GaussianBank, inputs_of
+from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.model_checks import next_row, real_numbers, series
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
@@ -138,13 +138,13 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
     gaussian_posterior("update", post)
     model = post.model
     past = post.observations[0]
-    value = next_row("update", y, past, (*past.shape[:-2], model.observation_dimension))
+    value = next_row("update", y, past, (*past.shape[:-2], model.observation_size))
     u = None
-    if inputs is not None or model.input_dimension:
+    if inputs is not None or model.input_size:
         given = None
         if inputs is not None:
             given = real_numbers("update", "inputs", inputs, value.dtype, value.device)
-            want = (*value.shape[:-1], model.input_dimension)
+            want = (*value.shape[:-1], model.input_size)
             if tuple(given.shape) != want:
                 raise InputError(
                     f"update: inputs must have shape {want}, not {tuple(given.shape)}."

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import generator_of, whole
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
+from cumulant.core.renamed import renamed
 from cumulant.filtering.filters import run
-from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.kalman import GaussianBank, inputs_of
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
+from cumulant.filtering.model_checks import generator_or
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Scheme
 
@@ -62,13 +64,14 @@ class Sample(NamedTuple):
     observations: Tensor
 
 
+@renamed(seed="generator")
 def sample(
-    model: Any,
+    model: SwitchingLinearGaussian,
     steps: int,
     size: tuple[int, ...] | int = (),
     *,
     inputs: Tensor | None = None,
-    seed: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Sample:
     """Draw series from the model.
 
@@ -77,7 +80,7 @@ def sample(
         steps: T.
         size: how many series, ``()`` for one.
         inputs: u, ``(*size, T, m)``, if the model takes them.
-        seed: for draws that can be repeated.
+        generator: source of the draws; the global one by default.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(2, 1, 1)
@@ -85,7 +88,7 @@ def sample(
     ...     transition=torch.eye(2), initial=torch.tensor([0.0, 1.0]), dynamics=one,
     ...     dynamics_noise=one, emission=one, emission_noise=one,
     ...     initial_mean=torch.zeros(1), initial_covariance=torch.eye(1))
-    >>> cm.filtering.sample(model, 4, seed=0).modes
+    >>> cm.filtering.sample(model, 4).modes
     tensor([1, 1, 1, 1])
     """
     gaussian_model("sample", model)
@@ -96,10 +99,10 @@ def sample(
     except TypeError:
         raise InputError(f"sample: size must be a tuple of whole numbers, not {size!r}.") from None
     device, kind = model.device, model.dtype
-    blank = torch.full((*size, steps, model.observation_dimension), torch.nan).to(device, kind)
+    blank = torch.full((*size, steps, model.observation_size), torch.nan).to(device, kind)
     bank = GaussianBank(model, blank, inputs_of("sample", model, inputs, steps, blank))
-    # Without a seed, the global generator decides, so that torch.manual_seed does too.
-    generator = generator_of("sample", int(torch.randint(1 << 62, ())) if seed is None else seed)
+    # Drawn from the global generator by default, so that torch.manual_seed decides.
+    generator = generator_or("sample", generator, None)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, positive, require, whole
 from cumulant.core.errors import InputError
-from cumulant.filtering.checks import semi_definite, sized
+from cumulant.filtering.model_checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
 from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
 from cumulant.measures.measure import Measure

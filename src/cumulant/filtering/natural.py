@@ -17,7 +17,7 @@ from torch import Tensor
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import kept
-from cumulant.filtering.gaussian import log_probability
+from cumulant.filtering.kalman import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.conjugate import _message

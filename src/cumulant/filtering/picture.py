@@ -15,7 +15,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
 from cumulant.figures import write as write_figure
-from cumulant.filtering.files import Names
+from cumulant.filtering.model_files import Names
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.smoothing import Smoothed
 from cumulant.filtering.tables import deviations, episodes
@@ -122,7 +122,7 @@ def picture(
 
 
 def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
-    M, n = post.model.modes, post.model.state_dimension
+    M, n = post.model.modes, post.model.state_size
     modes = names.modes if isinstance(names, Names) else names
     states = names.states if isinstance(names, Names) else None
     out = Names(

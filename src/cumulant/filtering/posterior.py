@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
 from cumulant.filtering import moments
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.recursion import Belief, Run, Scheme, branch
 

@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 from cumulant.core.files import write_file
-from cumulant.filtering.files import Names
+from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.model_files import Names
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.series import Series
 from cumulant.filtering.smoothing import Smoothed
 
-__all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table"]
+__all__ = [
+    "Episode",
+    "ModeSummary",
+    "RegimeChange",
+    "Table",
+    "compared",
+    "labels_of",
+    "summarize",
+    "table",
+]
 
 
 class Table(NamedTuple):
@@ -77,6 +87,49 @@ class ModeSummary(NamedTuple):
                 for e in self.episodes
             ],
         }
+
+
+class RegimeChange(NamedTuple):
+    """A mode before and after a fit, by the parameters of its own that changed.
+
+    A parameter of one number is a number here, others are nested lists; ``stays`` is the
+    probability of staying in the mode.
+    """
+
+    name: str
+    start: dict[str, Any]
+    fitted: dict[str, Any]
+
+    def __str__(self) -> str:
+        parts = [f"{n} {_brief(x)} -> {_brief(self.fitted[n])}" for n, x in self.start.items()]
+        return f"{self.name}: {', '.join(parts) or 'unchanged'}"
+
+
+def compared(
+    start: SwitchingLinearGaussian, fitted: SwitchingLinearGaussian, names: Sequence[str]
+) -> list[RegimeChange]:
+    """What a fit made of each mode; modes of both models in the same order."""
+    before, after = _own(start), _own(fitted)
+    changed = [n for n, x in before.items() if not torch.equal(x, after[n].to(x))]
+    return [
+        RegimeChange(name, *({n: _plain(of[n][k]) for n in changed} for of in (before, after)))
+        for k, name in enumerate(names)
+    ]
+
+
+def _own(model: SwitchingLinearGaussian) -> dict[str, Tensor]:
+    """What belongs to single modes and is constant over time, mode first."""
+    given = {n: x.detach() for n, x in model.parameters.items()}
+    found = {n: x for n, x in given.items() if n in SHAPES and x.ndim == len(SHAPES[n]) + 1}
+    return found | ({"stays": given["transition"].diagonal()} if model.steps is None else {})
+
+
+def _plain(x: Tensor) -> Any:
+    return x.item() if x.numel() == 1 else x.tolist()
+
+
+def _brief(x: Any) -> str:
+    return f"{x:.4g}" if isinstance(x, float) else f"[{', '.join(map(_brief, x))}]"
 
 
 def labels_of(series: Series) -> list[str]:
@@ -160,10 +213,12 @@ def episodes(probabilities: Tensor) -> list[list[Episode]]:
     return found
 
 
-def summarize(model: Any, names: Sequence[str], smoothed: Smoothed) -> list[ModeSummary]:
+def summarize(
+    model: SwitchingLinearGaussian, names: Sequence[str], smoothed: Smoothed
+) -> list[ModeSummary]:
     """Each mode's share of time, expected duration and episodes, given all observations."""
     shares: list[float] = smoothed.mode_probabilities.mean(0).tolist()
-    transition = model.transition
+    transition = model.parameters["transition"]
     durations: list[float | None] = [None] * len(names)
     if transition.ndim == 2:
         durations = [1 / (1 - p) if p < 1 else math.inf for p in transition.diagonal().tolist()]

@@ -13,7 +13,7 @@ from cumulant.attention.inputs import Call, prepare
 from cumulant.core.checks import finite, numbers, real, require
 from cumulant.core.errors import InputError
 from cumulant.filtering import moments
-from cumulant.filtering.checks import semi_definite
+from cumulant.filtering.model_checks import semi_definite
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import LOG_ZERO, Belief, Message, branch
 
@@ -88,7 +88,7 @@ def attention_as_imm(
         InputError: shapes that do not fit together, or a covariance that is none.
 
     >>> import torch, torch.nn.functional as F
-    >>> from cumulant.filtering.attention import attention_as_imm
+    >>> from cumulant.filtering.attention_imm import attention_as_imm
     >>> x, (q, k, v) = torch.randn(5, 8), torch.randn(3, 8, 8)
     >>> out = attention_as_imm(x, query_weight=q, key_weight=k, value_weight=v)
     >>> attention = F.scaled_dot_product_attention(x @ q.mT, x @ k.mT, x @ v.mT)

@@ -100,13 +100,13 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     modes = _names(path, "names", given.get("names"), "mode", model.modes)
-    states = _names(path, "states", given.get("states"), "state", model.state_dimension)
+    states = _names(path, "states", given.get("states"), "state", model.state_size)
     return ModelFile(model, Names(modes, states))
 
 
 def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, names: Names) -> Path:
     """A model and its names as a TOML file that `read_model` reads."""
-    listed = {"names": names.modes, "states": names.states if model.state_dimension else []}
+    listed = {"names": names.modes, "states": names.states if model.state_size else []}
     lines = [f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in listed.items() if x]
     for key, x in model.parameters.items():
         if x.numel():

@@ -11,6 +11,7 @@ from cumulant.core.checks import holds, numbers, require
 from cumulant.core.errors import InputError
 
 __all__ = [
+    "generator_or",
     "initial_probabilities",
     "next_row",
     "one_class",
@@ -132,6 +133,19 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
     )
 
 
+def generator_or(owner: str, generator: Any, seed: int | None) -> torch.Generator:
+    """The generator, or a new one: with this seed, or one that the global generator draws."""
+    if isinstance(generator, torch.Generator):
+        return generator
+    if generator is not None:
+        raise InputError(
+            f"{owner}: generator must be a torch.Generator, such as "
+            f"torch.Generator().manual_seed(0), not {generator!r}."
+        )
+    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
+    return torch.Generator().manual_seed(drawn)
+
+
 def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A dense real tensor; what is none yet takes on a dtype and a place."""
     if not isinstance(x, Tensor):
@@ -165,7 +179,7 @@ def next_row(owner: str, y: Any, past: Tensor, shape: tuple[int, ...]) -> Tensor
 def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Tensor:
     """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
     y = real_numbers(owner, "observations", observations, model.dtype, model.device)
-    p = model.observation_dimension
+    p = model.observation_size
     if y.ndim < 2 or y.shape[-1] != p or y.shape[-2] < 1:
         hint = "; for a single number per step that is y[..., None]" if p == 1 else ""
         raise InputError(
