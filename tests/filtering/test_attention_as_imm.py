@@ -406,7 +406,7 @@ class TestSinkhorn:
             scores = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
         else:
             scores = 200 * torch.randn(4, 4, dtype=DOUBLE)
-        told = "sinkhorn: unfinished: .* the sum of a row or column is off by"
+        told = "sinkhorn: unfinished: .*the sum of a row or column is off by"
         with pytest.raises(cm.ConvergenceError, match=told) as caught:
             sinkhorn(scores, max_steps=50)
         assert caught.value.result.value.shape == (4, 4)

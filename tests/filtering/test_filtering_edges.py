@@ -204,7 +204,9 @@ def test_em_says_what_it_does_not_take():
     with pytest.raises(cm.InputError, match="emission changes with time"):
         F.fit(moving, y, method="em", free=["emission_noise"])
     own = F.SwitchingLinearGaussian(**parameters(2, 1, 1, own_start=True))
-    with pytest.raises(cm.InputError, match="as shared ones"):
+    with pytest.raises(
+        cm.InputError, match="EM learns one initial_mean and one initial_covariance"
+    ):
         F.fit(own, y, method="em", free=["initial_covariance"])
 
 

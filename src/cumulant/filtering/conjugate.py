@@ -7,7 +7,7 @@ The recursion is that of the Gaussian filters; only the messages differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
 from cumulant.filtering.kalman import stationary
-from cumulant.filtering.maps import image_size, member_of, tensors_of
+from cumulant.filtering.maps import Map, image_size, member_of, tensors_of
 from cumulant.filtering.model_checks import (
     initial_probabilities,
     next_row,
@@ -28,11 +28,14 @@ from cumulant.filtering.model_checks import (
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
 from cumulant.measures.gaussian import Gaussian
+from cumulant.measures.measure import Measure
 from cumulant.measures.positive import Gamma
 from cumulant.measures.project import FROM_TORCH
 from cumulant.measures.simplex import Beta
 
 __all__ = ["ConjugatePosterior", "SwitchingConjugate", "filter_conjugate", "update_conjugate"]
+
+Likelihood = Measure | type
 
 
 class SwitchingConjugate:
@@ -85,9 +88,9 @@ class SwitchingConjugate:
         *,
         transition: Tensor,
         initial: Tensor | None = None,
-        prior: Any,
-        likelihood: Any,
-        dynamics: Any = None,
+        prior: Measure,
+        likelihood: Likelihood | Sequence[Likelihood],
+        dynamics: Map | Sequence[Map | None] | None = None,
     ) -> None:
         owner = "SwitchingConjugate"
         member = self.prior = member_of(owner, prior)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import overload
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from cumulant.filtering.conjugate import (
     update_conjugate,
 )
 from cumulant.filtering.kalman import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.model_checks import next_row, real_numbers, series
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
@@ -25,32 +25,58 @@ from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
 __all__ = ["filter", "log_likelihood", "run", "update"]
 
 
+@overload
 def filter(
-    model: Any,
+    model: SwitchingConjugate,
+    observations: Tensor,
+    *,
+    collapse: str | int = "gpb2",
+    lengths: Tensor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConjugatePosterior: ...
+
+
+@overload
+def filter(
+    model: SwitchingLinearGaussian,
     observations: Tensor,
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Any:
+) -> Posterior: ...
+
+
+def filter(
+    model: SwitchingLinearGaussian | SwitchingConjugate,
+    observations: Tensor,
+    *,
+    collapse: str | int = "gpb2",
+    lengths: Tensor | None = None,
+    inputs: Tensor | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Posterior | ConjugatePosterior:
     """What the observations say about modes and states, step by step (T25).
 
-    All schemes are exact as long as they have not collapsed anything: GPB(k) up to T = k, or one
-    step less if modes start with different states.
+    Every scheme is exact until it collapses something: GPB(k) up to T = k, or T = k - 1 if modes
+    start with different states.
 
     Args:
         model: a `SwitchingLinearGaussian`, `SwitchingNonlinear` or `SwitchingConjugate`.
         observations: ``(*batch, T, p)``; NaN is missing, element by element.
         collapse: ``"gpb2"``, ``"gpb1"``, ``"imm"``, k for GPB(k), which keeps M^(k-1) Gaussians, or
             ``"exact"``, which keeps all M^T.
-        lengths: where series are shorter than T, how long each is, ``(*batch,)``.
+        lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         inputs: u, ``(*batch, T, m)``, if the model takes them.
         progress: called with the number of steps done and T.
 
     Returns:
-        A `Posterior` (a `ConjugatePosterior`); differentiable in every parameter of the model and
-        the observations.
+        A `Posterior`, or for a `SwitchingConjugate` a `ConjugatePosterior`; differentiable in the
+        observations and every parameter of the model.
+
+    Raises:
+        InputError: input that does not fit the model, or an observation without a density.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(2, 1, 1)
@@ -110,7 +136,7 @@ def run(
 
 
 def log_likelihood(
-    model: Any, observations: Tensor, inputs: Tensor | None, scheme: Scheme
+    model: SwitchingLinearGaussian, observations: Tensor, inputs: Tensor | None, scheme: Scheme
 ) -> Tensor:
     """log p(observations), ``(*batch,)``, of input that has been checked."""
     bank = GaussianBank(model, observations, inputs)
@@ -120,8 +146,18 @@ def log_likelihood(
     return run(bank, scheme, belief, alike=alike).log_likelihood
 
 
-def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
-    """Go on from a posterior by one observation; equal to filtering all at once.
+@overload
+def update(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior: ...
+
+
+@overload
+def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Posterior: ...
+
+
+def update(
+    post: Posterior | ConjugatePosterior, y: Tensor, *, inputs: Tensor | None = None
+) -> Posterior | ConjugatePosterior:
+    """Extend a posterior by one observation; the same as filtering all of them at once.
 
     Args:
         post: from `filter` or `update`.
@@ -129,7 +165,8 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
         inputs: u, ``(*batch, m)``, if the model takes them.
 
     Returns:
-        The posterior over all steps so far; ``post.latest()`` forgets the past, for endless use.
+        The posterior over all steps so far. ``post.latest()`` drops the past, so that memory does
+        not grow.
     """
     if isinstance(post, ConjugatePosterior):
         if inputs is not None:

@@ -174,7 +174,7 @@ def fit(
     return found.status.check("fit", found, found.message) if throw else found
 
 
-def _limits(max_steps: Any, tol: Any, progress: Any) -> Limits:
+def _limits(max_steps: Any, tol: Any, progress: Progress | None) -> Limits:
     if progress is not None and not callable(progress):
         raise InputError(f"fit: progress must be a function, not {progress!r}.")
     return Limits(

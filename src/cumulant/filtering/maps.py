@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from cumulant.measures.positive import Gamma
 from cumulant.measures.simplex import Beta, Dirichlet
 
 __all__ = ["Flip", "Linear", "Map", "Merge", "Permute", "Renew", "Scale", "push"]
+
+_M = TypeVar("_M", bound=Measure)
 
 FAMILIES = (Gamma, Beta, Dirichlet, Normal)
 CLOSED = """Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under \
@@ -166,7 +168,7 @@ class Renew(Map):
 
     _families = FAMILIES
 
-    def __init__(self, measure: Any) -> None:
+    def __init__(self, measure: Measure) -> None:
         self.measure = member_of("Renew", measure)
         self._tensors = tuple(tensors_of("measure", self.measure).values())
         self._batch = self.measure.batch_shape
@@ -216,7 +218,7 @@ def image_size(owner: str, member: Any, map: Any) -> int:
     return map._image_size(owner, member)
 
 
-def push(measure: Any, map: Map | None) -> Any:
+def push(measure: _M, map: Map | None) -> _M:
     """The law of map(x) for x from the measure: again a member of its family (T26).
 
     Gamma is closed under `Scale`, Beta under `Flip`, Dirichlet under `Permute` and `Merge`, Normal
@@ -245,5 +247,5 @@ def push(measure: Any, map: Map | None) -> Any:
     image = image._to(torch.float64 if weak else next(iter(got.values())).dtype)
     image._weak = weak
     if isinstance(measure, Gaussian):
-        return Gaussian(image.loc, image.covariance_matrix)
+        return cast(_M, Gaussian(image.loc, image.covariance_matrix))
     return image

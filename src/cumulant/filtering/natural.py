@@ -22,6 +22,7 @@ from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.conjugate import _message
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
+from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
 from cumulant.measures.status import Code
 
@@ -162,7 +163,7 @@ class ConjugatePosterior(Filtered):
         return [Belief(w, member.moments()) for w, member in zip(weights, members, strict=True)]
 
     @kept
-    def mode_measures(self) -> Any:
+    def mode_measures(self) -> Measure:
         """The M-projected law of x_t given A_t, of batch shape ``(*batch, T, M)``."""
         family = self.model.prior
         theta = over_time(
@@ -170,7 +171,7 @@ class ConjugatePosterior(Filtered):
         )
         return type(family).from_natural(theta)._to(self.observations[0].dtype)
 
-    def measure(self, t: int = -1) -> Any:
+    def measure(self, t: int = -1) -> Measure:
         """The M-projected law of x_t, batch shape ``(*batch,)``; of the last step if left out."""
         try:
             t = operator.index(t)

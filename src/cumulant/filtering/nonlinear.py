@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
                 )
         return found
 
-    def _again(self, given: Mapping[str, Any]) -> Any:
+    def _again(self, given: Mapping[str, Any]) -> Self:
         rest = {n: x for n, x in given.items() if n not in ("dynamics", "emission")}
         own: Any = {"method": self.method, "input_size": self.input_size}
         for name, functions in self.functions.items():
@@ -125,7 +125,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
             raise InputError(f"replace: a nonlinear model has no {', '.join(sorted(unknown))}.")
         return type(self)(**rest, **own)
 
-    def permute(self, order: Sequence[int]) -> Any:
+    def permute(self, order: Sequence[int]) -> Self:
         """The same model with its modes in another order."""
         linear = SwitchingLinearGaussian(**self.parameters).permute(order)
         new = self._again(dict(linear.parameters))

@@ -119,7 +119,7 @@ def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinate
     elif isinstance(free, Mapping):
         chosen = dict(free)
     else:
-        names = [free] if isinstance(free, str) else free
+        names: Any = [free] if isinstance(free, str) else free
         if not isinstance(names, list | tuple | set) or not all(isinstance(n, str) for n in names):
             raise InputError(f"fit: free must be names or a dict of names, not {free!r}.")
         chosen = dict.fromkeys(names, True)

@@ -8,10 +8,10 @@ model that behaves most like it, so that a name stays with what it names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from cumulant.core.errors import InputError
@@ -131,7 +131,8 @@ def matched(
         for k, model in enumerate((start, fitted))
     )
     cost = (here - there).square().sum((0, -1)).flatten(0, -3).mean(0).cpu().double()
-    first, second = linear_sum_assignment(cost.numpy())
+    assign: Any = import_module("scipy.optimize").linear_sum_assignment
+    first, second = assign(cost.numpy())
     as_is = list(range(fitted.modes))
     if cost.diagonal().sum() <= cost[first, second].sum() * (1 + 1e-9):
         return as_is  # as good as any: the modes never traded places

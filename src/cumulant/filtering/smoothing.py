@@ -13,7 +13,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
 from cumulant.filtering import moments
 from cumulant.filtering.backward import backward
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import Posterior, gaussian_posterior, over_time, whole
 from cumulant.filtering.recursion import Belief
@@ -91,7 +91,7 @@ class Smoothed(Lazy):
         return whole(self.beliefs[0])[1].to(self.dtype)
 
 
-def smooth(model: Any, post: Posterior) -> Smoothed:
+def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
     """Modes and states given the whole series (T25).
 
     For one mode, the smoother of Rauch, Tung and Striebel; with several, exact wherever the filter

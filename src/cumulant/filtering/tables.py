@@ -163,32 +163,34 @@ def table(
         smoothed: from `smooth`; without it, its columns are left out.
         forecast: from `forecast`; with it, a column tells which rows it made.
     """
+    header = _header(series.names, names, smoothed is not None, forecast is not None)
+    labels, flag = labels_of(series), ["0"] if forecast else []
     seen = [[repr(v) if v == v else "" for v in row] for row in series.values.tolist()]
-    columns = ["step", "label", *(["forecast"] if forecast else [])]
-    taken = {*columns, "log_likelihood"}
-    columns += [f"observed {x}" if x in taken else x for x in series.names]
-    kinds = ["filtered", *(["smoothed"] if smoothed else [])]
-    columns += [f"P({m} | so far)" for m in names.modes]
-    columns += [f"P({m} | all)" for m in names.modes if smoothed]
-    columns += [f"{s} {kind} {w}" for kind in kinds for s in names.states for w in ("mean", "sd")]
-    columns += [f"{x} predicted {w}" for x in series.names for w in ("mean", "sd")]
-    columns.append("log_likelihood")
-    rows = _rows(post, smoothed)
-    flag = ["0"] if forecast else []
-    labels = labels_of(series)
-    out = [
-        [str(t + 1), labels[t], *flag, *seen[t], *row, *each]
-        for t, (row, each) in enumerate(zip(rows, _texts(post.step_log_likelihood), strict=True))
+    each = zip(_rows(post, smoothed), _texts(post.step_log_likelihood), strict=True)
+    rows = [
+        [str(t + 1), labels[t], *flag, *seen[t], *row, *own] for t, (row, own) in enumerate(each)
     ]
     if forecast is not None:
         blank = [""] * len(series.names)
-        # Past the last observation, what is known so far is all that is known.
+        # After the last observation, what is known so far is all that is known.
         more = _rows(forecast, forecast if smoothed else None)
-        out += [
+        rows += [
             [str(post.steps + h + 1), f"+{h + 1}", "1", *blank, *row, ""]
             for h, row in enumerate(more)
         ]
-    return Table(columns, out)
+    return Table(header, rows)
+
+
+def _header(observed: Sequence[str], names: Names, smoothed: bool, forecast: bool) -> list[str]:
+    columns = ["step", "label", *(["forecast"] if forecast else [])]
+    taken = {*columns, "log_likelihood"}
+    columns += [f"observed {x}" if x in taken else x for x in observed]
+    given = ["so far", *(["all"] if smoothed else [])]
+    columns += [f"P({m} | {what})" for what in given for m in names.modes]
+    kinds = ["filtered", *(["smoothed"] if smoothed else [])]
+    columns += [f"{s} {kind} {w}" for kind in kinds for s in names.states for w in ("mean", "sd")]
+    columns += [f"{x} predicted {w}" for x in observed for w in ("mean", "sd")]
+    return [*columns, "log_likelihood"]
 
 
 def _rows(post: Posterior, later: Posterior | Smoothed | None) -> list[list[str]]:
