@@ -285,7 +285,7 @@ def test_labels_that_are_numbers_are_the_axis(tmp_path):
 def test_pictures_that_cannot_be(tmp_path):
     model, _ = read_model(toml(tmp_path / "a.toml"))
     post = cm.filtering.filter(model, torch.randn(2, 3, 1, dtype=torch.float64))
-    with pytest.raises(cm.InputError, match="one series is drawn"):
+    with pytest.raises(cm.InputError, match="draws one series"):
         picture(post)
     post = cm.filtering.filter(model, torch.randn(3, 1, dtype=torch.float64))
     with pytest.raises(cm.InputError, match="3 labels and 1 columns"):

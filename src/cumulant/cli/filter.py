@@ -34,7 +34,7 @@ PATIENCE = 2.0  # seconds before a bar appears
 
 
 class _Run(NamedTuple):
-    """What to filter, where the results go, and the fit that came first."""
+    """What to filter, where the results go, and the fit that came before."""
 
     series: Series
     model: SwitchingLinearGaussian
@@ -46,7 +46,9 @@ class _Run(NamedTuple):
 def filter_series(
     series: Annotated[
         Path | None,
-        typer.Argument(help="A CSV file with a header; a first column of dates is a label."),
+        typer.Argument(
+            help="A CSV file with a header. A first column of dates becomes the labels."
+        ),
     ] = None,
     model: Annotated[
         Path | None,
@@ -55,46 +57,52 @@ def filter_series(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder for table and picture.")
+        Path, typer.Option("--output", "-o", help="Folder for the table and the picture.")
     ] = Path("cumulant-filter"),
     collapse: Annotated[
-        str, typer.Option(help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1).")
+        str,
+        typer.Option(
+            help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1) Gaussians."
+        ),
     ] = "gpb2",
     columns: Annotated[
         str | None,
-        typer.Option(help="The columns to filter, with commas; all with numbers if left out."),
+        typer.Option(help="Columns to filter, separated by commas. Default: all numeric columns."),
     ] = None,
     ahead: Annotated[
-        int, typer.Option("--forecast", help="How many steps to go on after the last row.")
+        int, typer.Option("--forecast", help="Number of steps to forecast after the last row.")
     ] = 0,
     learn: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Learn transition, biases and noises first, from the model's; written to "
-            "fitted.toml.",
+            help="First fit transition, biases and noises by maximum likelihood, starting from "
+            "the model's; written to fitted.toml. Modes keep their names.",
         ),
     ] = False,
     draw: Annotated[
-        bool, typer.Option("--picture/--no-picture", help="Draw filter.png too.")
+        bool, typer.Option("--picture/--no-picture", help="Also draw filter.png.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     example: Annotated[
         bool,
-        typer.Option("--example", help="US inflation 1959 to 2009, calm and turbulent; copied."),
+        typer.Option(
+            "--example", help="Run on US inflation, 1959 to 2009, and copy its files to start from."
+        ),
     ] = False,
 ) -> None:
     """Find the regimes and the hidden states of a series.
 
-    The model, in TOML, is linear and Gaussian in each of its modes.
-    Table (filtered.csv) and picture (filter.png) go into the output folder.
-    Empty cells, NA and nan are missing. One row is one step, whatever its date.
+    The model, a TOML file, is linear and Gaussian in each of its modes. The
+    command writes a table (filtered.csv) and a picture (filter.png) to the
+    output folder. Empty cells, NA and nan count as missing. Each row is one
+    step, whatever its date.
 
     \b
-    cumulant filter --example              see it work; files to start from
+    cumulant filter --example              see it work; get files to start from
     cumulant filter series.csv --model model.toml
     cumulant filter series.csv -m model.toml --columns rate --forecast 8
-    cumulant filter series.csv -m start.toml --fit     learn the numbers first
+    cumulant filter series.csv -m start.toml --fit     fit the numbers first
 
     \b
     A model.toml with two modes, one state and one observation:
@@ -143,7 +151,7 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
         try:
             chosen = [x.strip() for x in next(csv.reader([columns]), [])]
         except csv.Error as error:
-            raise InputError(f"--columns must be names with commas between: {error}.") from None
+            raise InputError(f"--columns must be names separated by commas: {error}.") from None
     found = read_series(series, chosen)
     p = parameters.observation_size
     if found.values.shape[-1] != p:
@@ -154,7 +162,7 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
         )
     if parameters.input_size:
         raise InputError(
-            f"{model} takes inputs, which the command does not read; filter in Python: "
+            f"{model} takes inputs, which the command cannot read; filter in Python: "
             "cumulant.filtering.filter(model, observations, inputs=...)."
         )
     if bool(found.values.isnan().all()):
@@ -163,13 +171,13 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
 
 
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
-    """Refuse before the work begins what could not end."""
+    """Refuse what would not fit in memory, before the work begins."""
     T = len(run.series.values) + ahead
     n, modes = run.model.state_size, run.model.modes
     bounded(scheme, modes, modes * (n + n * n + 1), T)
     if run.model.steps is not None and run.model.steps < T:
         raise InputError(
-            f"the model's parameters change over {run.model.steps} steps, but {T} are asked for."
+            f"the model's parameters change over {run.model.steps} steps, but {T} are needed."
         )
 
 
@@ -235,7 +243,7 @@ def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None
     try:
         need_matplotlib()
     except InputError as error:
-        typer.echo(f"cumulant: there is no picture: {error}", err=True)
+        typer.echo(f"cumulant: no picture: {error}", err=True)
         return []
     target = run.folder / "filter.png"
     about: dict[str, Any] = {"labels": run.series.labels, "names": run.names, "forecast": future}

@@ -8,6 +8,7 @@ The recursion is that of the Gaussian filters; only the messages differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
+from cumulant.filtering.frames import PandasLike, labels_of
 from cumulant.filtering.kalman import stationary
 from cumulant.filtering.maps import Map, image_size, member_of, tensors_of
 from cumulant.filtering.model_checks import (
@@ -55,17 +57,16 @@ class SwitchingConjugate:
     ============ ========================== ================================== =====================
 
     Categories are one-hot. NaN is missing; for the Normal, element by element. For large means with
-    small variances take `SwitchingLinearGaussian`, the same filter in moments: natural parameters
-    cancel there.
+    small variances use `SwitchingLinearGaussian`, the same filter in moments: natural parameters
+    lose digits to cancellation there.
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
-            leaves as they are.
-        prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)``: one for each
-            mode.
-        likelihood: a class, or the law of the noise; or a list of M.
-        dynamics: a map, or a list of M; None leaves the state as it is.
+        initial: probabilities of the modes at time 0, ``(M,)``; by default the stationary
+            law of `transition`.
+        prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)`` for one per mode.
+        likelihood: a class, or the law of the noise; or a list of M of these.
+        dynamics: a map, or a list of M; None leaves the state unchanged.
 
     Raises:
         InputError: a likelihood that is not conjugate to the prior, or a map under which its family
@@ -156,7 +157,7 @@ def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
 
 def filter_conjugate(
     model: SwitchingConjugate,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -169,7 +170,7 @@ def filter_conjugate(
         model: the model.
         observations: ``(*batch, T)`` numbers or ``(*batch, T, p)`` vectors; NaN is missing.
         collapse: as for `filter`.
-        lengths: where series are shorter than T, how long each is, ``(*batch,)``.
+        lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         progress: called with the number of steps done and T.
 
     Returns:
@@ -179,8 +180,10 @@ def filter_conjugate(
         InputError: observations outside the support of the likelihood.
     """
     scheme = scheme_of("filter", collapse)
-    y = observations
+    y: Any = observations
+    labels = labels_of(observations)
     if model.scalar:
+        y = y.iloc[:, 0] if labels is not None and y.shape[1:] == (1,) else y
         y = real_numbers("filter", "observations", y, model.dtype, model.device)
         if y.ndim < 1 or y.shape[-1] < 1:
             raise InputError(
@@ -191,11 +194,11 @@ def filter_conjugate(
     belief, alike = bank.start()
     count = bank.observations.shape[-2]
     found = steps(bank, scheme, belief, count, alike=alike, progress=progress)
-    return ConjugatePosterior(model, scheme, (bank.observations,), *found)
+    return ConjugatePosterior(model, scheme, (bank.observations,), *found, labels=labels)
 
 
-def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
-    """Go on from a posterior by one observation; equal to filtering all at once.
+def update_conjugate(post: ConjugatePosterior, y: Tensor | PandasLike) -> ConjugatePosterior:
+    """Extend a posterior by one observation; the same as filtering all of them at once.
 
     Args:
         post: from `filter_conjugate` or `update_conjugate`.
@@ -207,4 +210,5 @@ def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
     value = value[..., None] if model.scalar else value
     bank = ConjugateBank(model, value[..., None, :])
     found = steps(bank, post.scheme, post.beliefs[-1], 1, alike=post.scheme.memory == 1)
-    return post.followed(found, bank.observations)
+    labels = None if post.labels is None else post.labels.extended(y)
+    return replace(post.followed(found, bank.observations), labels=labels)

@@ -156,15 +156,15 @@ def sinkhorn_attention(
     tol: float = 1e-9,
     max_steps: int = 1000,
 ) -> Tensor:
-    """Attention with doubly stochastic weights: each token is also seen once in all (T27).
+    """Attention with doubly stochastic weights: each token also receives weight one (T27).
 
-    It is the mixing of a transition with uniform modes before and after, which softmax attention in
-    general is not: the transpose of the weights is that transition. See `sinkhorn`.
+    Unlike softmax attention in general, it is the mixing of a transition with uniform modes before
+    and after; the transpose of the weights is that transition. See `sinkhorn`.
 
     Args:
         query, key: ``(*batch, N, d)``, as many queries as keys.
         value: ``(*batch, N, e)``.
-        scale: number, or tensor that broadcasts to the query; 1/sqrt(d) if left out.
+        scale: number, or tensor that broadcasts to the query; 1/sqrt(d) by default.
         attn_mask: boolean (True = may attend) or added; broadcasts to ``(*batch, N, N)``.
         tol, max_steps: as in `sinkhorn`.
 

@@ -14,6 +14,7 @@ from cumulant.filtering.conjugate import (
     filter_conjugate,
     update_conjugate,
 )
+from cumulant.filtering.frames import PandasLike, labels_of
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.model_checks import next_row, real_numbers, series
@@ -28,7 +29,7 @@ __all__ = ["filter", "log_likelihood", "run", "update"]
 @overload
 def filter(
     model: SwitchingConjugate,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
@@ -39,7 +40,7 @@ def filter(
 @overload
 def filter(
     model: SwitchingLinearGaussian,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
@@ -50,7 +51,7 @@ def filter(
 
 def filter(
     model: SwitchingLinearGaussian | SwitchingConjugate,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
@@ -64,7 +65,8 @@ def filter(
 
     Args:
         model: a `SwitchingLinearGaussian`, `SwitchingNonlinear` or `SwitchingConjugate`.
-        observations: ``(*batch, T, p)``; NaN is missing, element by element.
+        observations: ``(*batch, T, p)``; NaN is missing, element by element. A pandas Series or
+            DataFrame is one series, and its index is kept for ``to_pandas()``.
         collapse: ``"gpb2"``, ``"gpb1"``, ``"imm"``, k for GPB(k), which keeps M^(k-1) Gaussians, or
             ``"exact"``, which keeps all M^T.
         lengths: length of each series, ``(*batch,)``, if some are shorter than T.
@@ -99,7 +101,8 @@ def filter(
     u = inputs_of("filter", model, inputs, y.shape[-2], y)
     bank = GaussianBank(model, y, u)
     belief, alike = bank.start()
-    return run(bank, scheme, belief, alike=alike, progress=progress)
+    found = run(bank, scheme, belief, alike=alike, progress=progress)
+    return replace(found, labels=labels_of(observations))
 
 
 def run(
@@ -147,21 +150,24 @@ def log_likelihood(
 
 
 @overload
-def update(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior: ...
+def update(post: ConjugatePosterior, y: Tensor | PandasLike) -> ConjugatePosterior: ...
 
 
 @overload
-def update(post: Posterior, y: Tensor, *, inputs: Tensor | None = None) -> Posterior: ...
+def update(
+    post: Posterior, y: Tensor | PandasLike, *, inputs: Tensor | None = None
+) -> Posterior: ...
 
 
 def update(
-    post: Posterior | ConjugatePosterior, y: Tensor, *, inputs: Tensor | None = None
+    post: Posterior | ConjugatePosterior, y: Tensor | PandasLike, *, inputs: Tensor | None = None
 ) -> Posterior | ConjugatePosterior:
     """Extend a posterior by one observation; the same as filtering all of them at once.
 
     Args:
         post: from `filter` or `update`.
-        y: the next observation, ``(*batch, p)``; NaN is missing.
+        y: the next observation, ``(*batch, p)``; NaN is missing. The name of a row of a DataFrame
+            becomes its label.
         inputs: u, ``(*batch, m)``, if the model takes them.
 
     Returns:
@@ -192,4 +198,6 @@ def update(
     more = run(bank, post.scheme, post.beliefs[-1], alike=post.scheme.memory == 1)
     found = Run(more.beliefs, more.step_totals, more.log_predicted)
     all_inputs = () if u is None else (*(post.inputs or ()), u)
-    return replace(post.followed(found, bank.observations), inputs=all_inputs or None)
+    labels = None if post.labels is None else post.labels.extended(y)
+    post = post.followed(found, bank.observations)
+    return replace(post, inputs=all_inputs or None, labels=labels)

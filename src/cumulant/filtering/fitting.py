@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.renamed import renamed
+from cumulant.filtering.frames import PandasLike, parameter_frame
 from cumulant.filtering.kalman import inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.model_checks import generator_or, series
@@ -21,6 +22,9 @@ from cumulant.filtering.parameters import Free, coordinates
 from cumulant.filtering.recursion import bounded, scheme_of
 from cumulant.filtering.regimes import OrderBy, exchangeable, matched, rising, sorted_by
 from cumulant.filtering.search import Limits, Point, Problem, Progress, em, lbfgs
+
+if TYPE_CHECKING:
+    from cumulant.filtering.frames import DataFrame
 
 __all__ = ["Fit", "fit"]
 
@@ -44,6 +48,7 @@ class Fit:
         starts: the log-likelihood that each start reached.
         parameter_count: how many numbers were free.
         observation_count: how many numbers were observed.
+        free: names of the free parameters.
     """
 
     model: SwitchingLinearGaussian
@@ -56,6 +61,7 @@ class Fit:
     starts: tuple[float, ...]
     parameter_count: int
     observation_count: int
+    free: tuple[str, ...]
 
     @property
     def converged(self) -> bool:
@@ -72,11 +78,19 @@ class Fit:
         """The Bayesian information criterion."""
         return self.parameter_count * math.log(self.observation_count) - 2 * self.log_likelihood
 
+    def to_pandas(self) -> DataFrame:
+        """Estimates and standard errors of the free parameters as a data frame.
+
+        Rows are (parameter, entry), the entry as in ``model.parameters[parameter][entry]``.
+        """
+        free = {name: self.model.parameters[name].detach() for name in self.free}
+        return parameter_frame(free, self.standard_errors)
+
 
 @renamed(seed="generator")
 def fit(
     model: SwitchingLinearGaussian,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     *,
     free: Free = None,
     method: Literal["lbfgs", "em"] = "lbfgs",
@@ -97,7 +111,8 @@ def fit(
 
     Args:
         model: where to start. Parameters without a mode dimension stay shared by the modes.
-        observations: ``(*batch, T, p)``, several series of one model; NaN is missing.
+        observations: ``(*batch, T, p)``, several series of one model, or a pandas Series or
+            DataFrame; NaN is missing.
         free: names of the parameters to learn, or a dict from names to True, to a mask of the
             entries that move or, for covariances, to ``"diagonal"`` or ``"dense"``. Default:
             transition, biases, inputs and nonsingular noises; `dynamics` and `emission` are
@@ -170,6 +185,7 @@ def fit(
             tuple(reached),
             best.vector.numel(),
             problem.count,
+            tuple(block.name for block in problem.coordinates.blocks),
         )
     return found.status.check("fit", found, found.message) if throw else found
 

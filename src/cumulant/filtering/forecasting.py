@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,19 +22,20 @@ __all__ = ["Sample", "forecast", "sample"]
 
 
 def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Posterior:
-    """What is expected after the last observation, step by step.
+    """Forecasts of states, modes and observations after the last observation.
 
-    A forecast is a filter that sees nothing. Collapsing loses nothing here: means and covariances
-    are those of the full mixture.
+    A forecast is a filter without observations. Collapsing loses nothing here: means and
+    covariances are those of the full mixture.
 
     Args:
-        post: from `filter` or `update`. A model that changes with time must reach so far.
-        steps: how many.
+        post: from `filter` or `update`. A model that changes with time must cover these steps.
+        steps: how many steps ahead.
         inputs: u of these steps, ``(*batch, steps, m)``, if the model takes them.
 
     Returns:
-        A `Posterior` over the steps to come: ``mean``, ``covariance`` and ``mode_probabilities``
-        of the state, ``observation_mean`` and ``observation_covariance`` of what will be seen.
+        A `Posterior` over the steps to come: ``mean`` and ``covariance`` of the state,
+        ``mode_probabilities``, ``observation_mean`` and ``observation_covariance``. Its
+        ``to_pandas()`` continues the dates or periods of the observations.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(1, 1, 1)
@@ -53,7 +55,8 @@ def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Po
     bank = GaussianBank(post.model, nothing, u, first=post.first + post.steps)
     # GPB1 would forget between steps which state belongs to which mode.
     scheme = post.scheme if post.scheme.memory != 1 else Scheme(2, False, post.scheme.name)
-    return run(bank, scheme, post.beliefs[-1], alike=False)
+    found = run(bank, scheme, post.beliefs[-1], alike=False)
+    return replace(found, labels=None if post.labels is None else post.labels.ahead(steps))
 
 
 class Sample(NamedTuple):
@@ -97,7 +100,7 @@ def sample(
     try:
         size = tuple(whole("sample", "size", s, 0) for s in size)
     except TypeError:
-        raise InputError(f"sample: size must be a tuple of whole numbers, not {size!r}.") from None
+        raise InputError(f"sample: size must be a tuple of integers, not {size!r}.") from None
     device, kind = model.device, model.dtype
     blank = torch.full((*size, steps, model.observation_size), torch.nan).to(device, kind)
     bank = GaussianBank(model, blank, inputs_of("sample", model, inputs, steps, blank))
@@ -127,8 +130,8 @@ def sample(
         belief, _ = bank.start()
         if belief.log_weights.shape[:-2] != size:
             raise InputError(
-                f"sample: the model has batch shape {tuple(belief.log_weights.shape[:-2])}, which "
-                f"size {size} must end in or equal."
+                f"sample: the model has batch shape {tuple(belief.log_weights.shape[:-2])}, so "
+                f"size must end in it; it is {size}."
             )
         mode = draw(belief.log_weights.expand(*size, 1, -1)[..., 0, :])
         center = pick(belief.message[0], mode, 1)

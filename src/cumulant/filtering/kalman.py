@@ -54,7 +54,7 @@ class _OverTime:
 
 
 def log_probability(p: Tensor) -> Tensor:
-    """log p. What is exactly zero is forbidden for good: it has no derivative."""
+    """log p. An entry that is exactly zero stays impossible: it has no derivative."""
     least = -1e-8 * torch.finfo(p.dtype).max  # far below any likelihood, and finite
     return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, least)
 
@@ -108,8 +108,8 @@ class GaussianBank:
         last = first + observations.shape[-2]
         if model.steps is not None and model.steps < last:
             raise InputError(
-                f"the model's parameters change over {model.steps} steps, but step {last} is asked "
-                "for: give parameters for all steps."
+                f"the model's parameters cover {model.steps} steps, but step {last} is needed: "
+                "give parameters for all steps."
             )
 
         self._log_transition = self._over_time("transition", 1).map(log_probability)

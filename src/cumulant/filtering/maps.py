@@ -74,9 +74,9 @@ class Flip(Map):
 
 
 class Merge(Map):
-    """Coordinates of a Dirichlet added up, group by group: so are their concentrations.
+    """Coordinates of a Dirichlet summed within groups; their concentrations are summed too.
 
-    Each coordinate 0, 1, ..., K - 1 is in one of the groups; there are two of them at least.
+    Each coordinate 0, 1, ..., K - 1 belongs to exactly one of at least two groups.
     """
 
     _families = (Dirichlet,)
@@ -118,8 +118,8 @@ class Linear(Map):
 
     Args:
         W: ``(a, k)``.
-        b: ``(a,)``; zero if left out.
-        Q: ``(a, a)``, positive semi-definite; zero if left out. W W' + Q must be positive definite,
+        b: ``(a,)``; zero by default.
+        Q: ``(a, a)``, positive semi-definite; zero by default. W W' + Q must be positive definite,
             or the image has no density.
     """
 
@@ -164,7 +164,7 @@ class Linear(Map):
 
 
 class Renew(Map):
-    """The state is drawn afresh from a member of its family: a change point."""
+    """The state is redrawn from a member of its family: a change point."""
 
     _families = FAMILIES
 
@@ -229,7 +229,7 @@ def push(measure: _M, map: Map | None) -> _M:
         map: with parameters of one law, or for each of the batch.
 
     Raises:
-        InputError: a pair that is not closed, or sizes that do not fit.
+        InputError: a family that is not closed under the map, or sizes that do not fit.
 
     >>> import torch, cumulant as cm
     >>> from cumulant.filtering.maps import Merge, push

@@ -70,8 +70,8 @@ class SwitchingLinearGaussian:
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
-            leaves as they are.
+        initial: probabilities of the modes at time 0, ``(M,)``; by default the stationary
+            law of `transition`.
         dynamics: W, ``(M, n, n)``. n = 0 is allowed: a Markov-switching regression.
         dynamics_noise: Q, ``(M, n, n)``.
         emission: C, ``(M, p, n)``.

@@ -41,7 +41,7 @@ def observed(owner: str, prior: Any, likelihood: Any, y: Tensor) -> tuple[Tensor
         gone = missing.all(-1)
         require(
             gone | ~missing.any(-1),
-            lambda: "posterior: a one-hot observation is missing as a whole or not at all.",
+            lambda: "posterior: a one-hot observation must be missing completely or not at all.",
         )
         vectors = y.shape[-1] > 1
         typical = torch.arange(y.shape[-1], device=y.device) < vectors  # 0, or the first category
@@ -172,11 +172,11 @@ class ConjugatePosterior(Filtered):
         return type(family).from_natural(theta)._to(self.observations[0].dtype)
 
     def measure(self, t: int = -1) -> Measure:
-        """The M-projected law of x_t, batch shape ``(*batch,)``; of the last step if left out."""
+        """The M-projected law of x_t, batch shape ``(*batch,)``; by default of the last step."""
         try:
             t = operator.index(t)
         except TypeError:
-            raise InputError(f"measure: t must be a whole number, not {t!r}.") from None
+            raise InputError(f"measure: t must be an integer, not {t!r}.") from None
         if not -self.steps <= t < self.steps:
             raise InputError(f"measure: t must be one of the {self.steps} steps, not {t}.")
         log_weights, (theta,) = flat(self.beliefs[1:][t])

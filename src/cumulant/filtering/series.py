@@ -21,7 +21,7 @@ from cumulant.core.errors import InputError
 __all__ = ["Series", "counted", "listed", "read_series", "text_of"]
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "."}
-# A first column of this name tells when, even if it holds numbers.
+# A first column of this name holds times, even if they are numbers.
 LABELS = {
     *("", "date", "day", "id", "index", "label", "month", "observation_date", "period"),
     *("quarter", "row", "step", "t", "time", "timestamp", "week", "year"),
@@ -36,7 +36,7 @@ ALMOST = re.compile(r"[+\-−]?(\d{1,3}(([,.'’ \u00a0\u202f])\d{3})(\3\d{3})*(
 class Series(NamedTuple):
     """Observations ``(T, p)``, NaN where missing; a label for each step; names of the columns.
 
-    ``labels`` is None if the file has no column that tells when.
+    ``labels`` is None if the file has no column of times.
     """
 
     values: Tensor
@@ -60,18 +60,18 @@ def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = No
     """Observations from a CSV file with a header row, in double precision.
 
     Commas, semicolons or tabs separate. Empty cells, NA and nan are missing, and a row of empty
-    cells (``,,``) is a step without observations. Blank lines are no rows, except that in a file of
-    one column a blank line between others is a missing value. Between semicolons or tabs, ``1,5``
-    is 1.5; thousands separators are an error.
+    cells (``,,``) is a step without observations. Blank lines are skipped, except that in a file
+    with one column a blank line between others is a missing value. Between semicolons or tabs,
+    ``1,5`` is 1.5; thousands separators are an error.
 
     Args:
         path: the file, in UTF-8.
-        columns: the columns to take, in this order. By default all that hold numbers (those where
-            more cells are text than numbers are left out), but not a first one that tells when:
-            text, or a name like date, time or year.
+        columns: the columns to take, in this order. By default all that hold numbers (those with
+            more text than numbers are skipped), except a first column of times: text, or a name
+            like date, time or year.
 
     Raises:
-        InputError: the file, the line and the column at fault.
+        InputError: names the file, the line and the column.
 
     >>> import pathlib, tempfile, cumulant as cm
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a filter found, as rows of a table and as a summary of its modes."""
+"""Results of a filter as a table, and a summary of its modes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _brief(x: Any) -> str:
 
 
 def labels_of(series: Series) -> list[str]:
-    """Labels of the steps: their numbers, from 1 on, if the file has none."""
+    """Labels of the steps; 1, 2, 3, ... if the file has none."""
     return series.labels or [str(t + 1) for t in range(len(series.values))]
 
 
@@ -154,14 +154,14 @@ def table(
     smoothed: Smoothed | None = None,
     forecast: Posterior | None = None,
 ) -> Table:
-    """One row for each step that was filtered, then one for each that is a forecast.
+    """One row for each filtered step, then one for each step of the forecast.
 
     Args:
-        series: that was filtered, or more of it.
+        series: the series that was filtered; it may be longer.
         names: of modes and states.
         post: from `filter`, of one series.
-        smoothed: from `smooth`; without it, its columns are left out.
-        forecast: from `forecast`; with it, a column tells which rows it made.
+        smoothed: from `smooth`; without it there are no smoothed columns.
+        forecast: from `forecast`; adds its rows, and a column that marks them.
     """
     header = _header(series.names, names, smoothed is not None, forecast is not None)
     labels, flag = labels_of(series), ["0"] if forecast else []
