@@ -655,7 +655,7 @@ def test_shapes_progress_and_repr():
         (GammaExponential(), f64(1, -0.5), ">= 0"),
         (BetaBernoulli(), f64(1, 2), "0 or 1"),
         (DirichletCategorical(), torch.full((2, 3), 0.5), "one-hot"),
-        (DirichletCategorical(), torch.tensor([[1, 0, torch.nan]]), "as a whole"),
+        (DirichletCategorical(), torch.tensor([[1, 0, torch.nan]]), "missing completely or not at all"),
         (DirichletCategorical(), torch.eye(2), r"\(\*batch, T, 3\)"),
         (NormalGaussian(), f64(1, 2), r"\(\*batch, T, 2\)"),
         (GammaPoisson(), f64(torch.nan, torch.nan), "no observation at all"),

@@ -290,7 +290,7 @@ def test_pictures_that_cannot_be(tmp_path):
     post = cm.filtering.filter(model, torch.randn(3, 1, dtype=torch.float64))
     with pytest.raises(cm.InputError, match="3 labels and 1 columns"):
         picture(post, labels=["a"])
-    with pytest.raises(cm.InputError, match="names are needed for 2 modes"):
+    with pytest.raises(cm.InputError, match="needs names of 2 modes"):
         picture(post, names=["a"])
     with pytest.raises(cm.InputError, match="suffixes"):
         picture(post, path=tmp_path / "a.xyz")

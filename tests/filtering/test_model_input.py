@@ -70,7 +70,7 @@ def test_bad_models(change, match):
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 5])}, "from 1 to T = 4"),
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 0])}, "from 1 to T = 4"),
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 2, 3])}, "one entry for each series"),
-        (torch.zeros(4, 1), {"collapse": "gpb"}, "'gpb1', 'gpb2', 'imm', 'exact' or a whole"),
+        (torch.zeros(4, 1), {"collapse": "gpb"}, "'gpb1', 'gpb2', 'imm', 'exact' or an integer"),
         (torch.zeros(4, 1), {"collapse": 0}, "k >= 1"),
         (torch.zeros(4, 1), {"collapse": True}, "k >= 1"),
         (torch.zeros(4, 1), {"inputs": torch.zeros(3, 1)}, r"inputs must have shape \(\*batch, 4"),

@@ -290,7 +290,7 @@ def test_forecasts_of_models_that_change_with_time():
     ahead = F.forecast(post, 3, inputs=u[2:])
     blind = np.concatenate([y.numpy(), np.full((3, 1), np.nan)])
     close(ahead.mean, exact(given, blind, u.numpy())["mean"][3:])
-    with pytest.raises(cm.InputError, match=r"change over 5 steps.*step 6"):
+    with pytest.raises(cm.InputError, match=r"cover 5 steps.*step 6"):
         F.forecast(post, 4, inputs=torch.zeros(4, 1))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
-from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.filters import filter
+from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize
