@@ -32,9 +32,25 @@ def dense_attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> DenseMoments:
-    """Attention with scores <q, k> + bias by the textbook formulas, M x N and all."""
+    """Attention with scores <q, k> + bias by the textbook formulas, M x N and all.
+
+    A `sink`, which broadcasts to ``(*batch, M)``, is one more column of logits, with key and value
+    zero and out of reach of mask and softcap.
+    """
     plain = query @ key.mT
+    plain = plain if softcap is None else softcap * (plain / softcap).tanh()
+    if sink is not None:
+        rows, n = plain.shape[:-1], key.shape[-2]
+        zero = torch.zeros(1, dtype=plain.dtype)
+        plain = torch.cat([plain, zero.expand(*rows, 1)], -1)
+        rest = torch.zeros(n, dtype=plain.dtype) if bias is None else bias
+        bias = torch.cat([rest.expand(*rows, n), sink[..., None].expand(*rows, 1)], -1)
+        if mask is not None:
+            mask = torch.cat([mask.expand(*rows, n), (zero == 0).expand(*rows, 1)], -1)
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
     total = plain if bias is None else plain + bias
     removed = torch.zeros((), dtype=torch.bool) if mask is None else ~mask
     if bias is not None:

@@ -31,10 +31,11 @@ def band_mask(m, n, lower=None, upper=None):
     return seen
 
 
-def dense(query, key, value, *, scale=None, bias=None, mask=None):
+def dense(query, key, value, *, scale=None, bias=None, mask=None, softcap=None, sink=None):
     """The oracle's fields, with torch's default scale."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return dense_attention(query * scale, key, value, bias=bias, mask=mask)
+    options = {"bias": bias, "mask": mask, "softcap": softcap, "sink": sink}
+    return dense_attention(query * scale, key, value, **options)
 
 
 def finite(x):

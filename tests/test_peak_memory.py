@@ -39,6 +39,10 @@ def run(leaves, tangents, seed):
     elif kind == "fields":
         a = cm.attend(*leaves)
         a.entropy, a.score_variance, a.log_normalizer
+    elif kind == "sink":
+        sink = leaves[0][..., 0]  # of each query
+        a = cm.attend(*leaves, sink=sink, softcap=5.0, is_causal=True)
+        torch.autograd.grad(a.mean.sum() + a.entropy.sum(), leaves)
     elif kind == "half":
         cm.attend(halves[0][..., :64, :], halves[-1]).mean
 
@@ -66,6 +70,12 @@ def growth(kind: str, n: int) -> float:
 def test_below_128_megabytes_at_16384(kind):
     """The scores alone would be 1024 MB."""
     assert growth(kind, 16384) < 128
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+def test_a_sink_of_each_query_takes_no_matrix():
+    """Value and gradient; as one more column of a bias, it would take 1024 MB several times."""
+    assert growth("sink", 16384) < 256
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
@@ -198,7 +208,7 @@ def work(kind, n, d):
         labels = torch.arange(n) % 10
         return lambda: C.info_nce(q, q, labels=labels, exclude="self").backward()
     if kind == "details":
-        return lambda: C.info_nce(q.detach(), k.detach(), details=True)
+        return lambda: C.contrast(q.detach(), k.detach())
     if kind == "double backward":
         def twice():
             g = torch.autograd.grad(C.info_nce(q, k), (q, k), create_graph=True)

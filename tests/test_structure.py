@@ -16,8 +16,8 @@ SOURCE = Path(cm.__file__).parent
 # From the bottom up; a layer may import itself and what stands before it.
 LAYERS = [
     *("core", "figures", "pages", "distributed", "kernels", "measures", "testing"),
-    *("attention", "derivatives", "dynamics", "memory", "contrastive", "filtering", "nn", "lens"),
-    *("lab", "cli"),
+    *("attention", "derivatives", "dynamics", "memory", "contrastive", "filtering", "nn"),
+    *("integrations", "lens", "lab", "cli"),
 ]
 
 

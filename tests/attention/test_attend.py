@@ -359,7 +359,7 @@ class TestPacked:
         ids=str,
     )
     def test_bad_offsets(self, offsets):
-        with pytest.raises(cm.InputError, match="query_offsets must be whole numbers that rise"):
+        with pytest.raises(cm.InputError, match="query_offsets must be integers that rise"):
             cm.attend_packed(normal(7, 4), normal(7, 4), query_offsets=offsets)
 
     def test_keys_and_values_must_agree(self):

@@ -13,6 +13,7 @@ from cumulant.contrastive import (
     AliasSampler,
     KeyQueue,
     Temperature,
+    contrast,
     encode_in_chunks,
     info_nce,
     nce,
@@ -70,14 +71,19 @@ class TestRangeOfNumbers:
         torch.testing.assert_close(sampler.log_probability.exp(), torch.full((10,), 0.1).double())
 
 
+def test_statistics_have_a_function_of_their_own():
+    with pytest.raises(cm.InputError, match=r"'details' is now 'contrast\(\.\.\.\)'"):
+        info_nce(q, k, details=True)
+
+
 class TestBroadcastPairs:
     def test_a_row_of_positives_for_all(self):
         row = torch.tensor([[True, True, False, False, True]])
-        for options in ({}, {"exclude": torch.full((5, 1), 3)}, {"details": True}):
-            a = info_nce(q, k, positives=row, **options)
-            b = info_nce(q, k, positives=row.expand(5, 5).contiguous(), **options)
-            a, b = (getattr(x, "effective_negatives", x) for x in (a, b))
-            torch.testing.assert_close(a, b)
+        every_row = row.expand(5, 5).contiguous()
+        for options in ({}, {"exclude": torch.full((5, 1), 3)}):
+            a, b = (contrast(q, k, positives=x, **options) for x in (row, every_row))
+            torch.testing.assert_close(a.loss, b.loss)
+            torch.testing.assert_close(a.effective_negatives, b.effective_negatives)
         every = torch.ones(1, 5).bool()
         a = info_nce(q, k, positives=every, symmetric=True)
         torch.testing.assert_close(
@@ -90,7 +96,7 @@ class TestBroadcastPairs:
         index = torch.tensor([[1]])
         expected = info_nce(q, k, positives=zero, exclude=mask.expand(5, 5))
         for exclude in (mask, index):
-            got = info_nce(q, k, positives=zero, exclude=exclude, details=True)
+            got = contrast(q, k, positives=zero, exclude=exclude)
             torch.testing.assert_close(got.loss, expected)
         none = info_nce(q, k, exclude=torch.zeros(5, 0).long())
         assert none == info_nce(q, k)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import cumulant as cm
 
-info_nce = cm.contrastive.info_nce
+contrast, info_nce = cm.contrastive.contrast, cm.contrastive.info_nce
 M = 6
 
 
@@ -197,7 +197,7 @@ class TestDetails:
         if queue:
             options["queue"] = randn(3, 4, grad=False)
             keys, positive = torch.cat([k, options["queue"]]), F.pad(positive, (0, 3))
-        got = info_nce(q, k, temperature=0.5, similarity="dot", details=True, **options)
+        got = contrast(q, k, temperature=0.5, similarity="dot", **options)
         assert got.loss == info_nce(q, k, temperature=0.5, similarity="dot", **options)
         expected = self.dense(q @ keys.T / 0.5, positive)
         fields = (got.log_normalizer, got.entropy, got.effective_negatives)
@@ -206,7 +206,7 @@ class TestDetails:
 
     def test_moco(self):
         q, k, queue = randn(M, 4, grad=False), randn(M, 4, grad=False), randn(9, 4, grad=False)
-        got = info_nce(q, k, similarity="dot", queue=queue, in_batch=False, details=True)
+        got = contrast(q, k, similarity="dot", queue=queue, in_batch=False)
         scores = torch.cat([(q * k).sum(-1, keepdim=True), q @ queue.T], -1) / 0.07
         positive = torch.zeros(M, 10, dtype=torch.bool)
         positive[:, 0] = True
@@ -217,12 +217,12 @@ class TestDetails:
 
     def test_equal_negatives_count_in_full(self):
         """One anchor between orthogonal keys: all three negatives score alike."""
-        got = info_nce(torch.eye(4)[:1], torch.eye(4), details=True)
+        got = contrast(torch.eye(4)[:1], torch.eye(4))
         torch.testing.assert_close(got.effective_negatives, torch.tensor([3.0]))
 
     def test_an_anchor_without_negatives(self):
         x = torch.randn(1, 3)
-        got = info_nce(x, x, details=True)
+        got = contrast(x, x)
         assert abs(got.loss) < 2e-6
         assert (got.entropy.item(), got.effective_negatives.item()) == (0.0, 0.0)
 
@@ -281,7 +281,7 @@ def test_half_precision_and_mixed_dtypes():
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), info_nce(q, k), rtol=0.05, atol=0.05)
     assert info_nce(q.double(), k).dtype == torch.float64
-    assert info_nce(q.bfloat16(), k.bfloat16(), details=True).entropy.dtype == torch.float32
+    assert contrast(q.bfloat16(), k.bfloat16()).entropy.dtype == torch.float32
 
 
 def test_torch_func():

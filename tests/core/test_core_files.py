@@ -20,10 +20,11 @@ import torch
 import cumulant as cm
 from cumulant.core import files
 from cumulant.core.files import destination, interrupts_held, make_folder, printable, write_file
+from cumulant.core.journal import Journal
 from cumulant.figures import new_figure
 from cumulant.figures import write as write_figure
 from cumulant.filtering.tables import Table
-from cumulant.lens.files import write_json, write_state
+from cumulant.lens.files import write_json
 
 
 def names(folder):
@@ -52,6 +53,12 @@ def figure():
     return out
 
 
+def new_journal(path):
+    journal = Journal(path, {})
+    journal.restart()  # whatever is there
+    return journal
+
+
 WRITERS = {
     "run.npz": lambda path: trajectory().save(path),
     "film.gif": lambda path: trajectory().animate(path, frames=3),
@@ -61,7 +68,7 @@ WRITERS = {
     "memory": lambda path: cm.Memory(torch.randn(100, 20)).save(path),
     "table.csv": lambda path: Table(["a"], [["1"]] * 2000).write(path),
     "about.json": lambda path: write_json({"a": list(range(2000))}, path),
-    "state.pt": lambda path: write_state({"a": torch.randn(2000)}, path.parent),
+    "state.journal": lambda path: new_journal(path).append({"a": torch.randn(2000)}),
     "page.md": lambda path: write_file(path, "x" * 5000),
 }
 writers = pytest.mark.parametrize("name", WRITERS)
@@ -349,8 +356,8 @@ def test_a_second_ctrl_c_waits_until_the_run_is_on_disk(tmp_path, monkeypatch):
         save(file, **arrays)
         saved.append(len(arrays["times"]))
 
-    def progress(t):
-        if t >= 4:
+    def progress(now):
+        if now.done >= 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(np, "savez_compressed", interrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -110,6 +111,48 @@ def test_planted_fault_is_named_in_every_word_it_is_wrong_in(position, where, se
     assert "test_checker.py" in fault.places[0]
 
 
+cube = Planted.apply  # as torch's documentation has it
+
+
+def test_a_function_bound_before_is_named():
+    Planted.wrong_backward, Planted.wrong_jvp = 1.25, 1.0
+    report = cm.check_derivatives(lambda x: cube(x.sin()).cos(), torch.randn(3))
+    assert [fault.operator.rsplit(".", 1)[-1] for fault in report.faults] == ["Planted"]
+    assert set(report.faults[0].wrong) == {"R", "FF", "FR", "RF", "RR"} - {"FF"}
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+def test_a_function_inside_compiled_code_is_named():
+    Planted.wrong_backward, Planted.wrong_jvp = 1.25, 1.0
+    compiled = torch.compile(lambda x: cube(x.sin()).cos(), backend="eager")
+    report = cm.check_derivatives(compiled, torch.randn(3))
+    assert "R" in report.words("wrong")
+    assert [fault.operator.rsplit(".", 1)[-1] for fault in report.faults] == ["Planted"]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda x: (1e8 * x.sin(), cube(x)),  # a large tensor beside a small wrong one
+        lambda x: (x.sin(), torch.fft.fft(cube(x))),  # a complex one
+        lambda x: {"a": x.sin(), "b": [1, {"c": cube(x)}]},
+    ],
+)
+def test_a_fault_in_one_output_of_several(outputs):
+    Planted.wrong_backward = Planted.wrong_jvp = 1.25
+    report = cm.check_derivatives(outputs, torch.randn(4))
+    assert set(report.words("wrong")) == set(words(2))
+
+
+def test_outputs_that_are_not_looked_into_are_named():
+    class Held:
+        def __init__(self, x):
+            self.x = x
+
+    report = cm.check_derivatives(lambda x: (x.sin(), Held(x)), torch.randn(3))
+    assert any("type Held were not checked" in note for note in report.notes)
+
+
 def test_a_right_custom_function_passes():
     Planted.wrong_backward = Planted.wrong_jvp = 1.0
     assert cm.check_derivatives(deep_model(1), torch.randn(2, 3), order=3).ok
@@ -163,6 +206,22 @@ def test_kink_of_the_second_derivative_leaves_the_first():
     )
     assert set(report.words("kink")) == {"FF", "FR", "RF", "RR"}
     assert "wrong" not in {r.status for r in report.rows}
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        torch.sqrt,  # one-sided, and infinite there
+        lambda x: x.abs().sqrt(),  # an even function: central differences are 0
+        lambda x: x.abs() ** 1.5,  # has a first derivative, and no second
+        lambda x: torch.cat([x.abs(), (torch.linspace(-0.1, 0.1, 400) + x[0]).abs()]),
+    ],
+)
+def test_no_operator_is_blamed_where_there_is_no_derivative(f):
+    report = cm.check_derivatives(f, torch.zeros(4))
+    assert not report.ok
+    assert report.words("wrong") == ()
+    assert report.faults == ()
 
 
 def test_a_jump_is_unclear():
@@ -225,6 +284,17 @@ def test_dropout_is_checked_with_a_fixed_seed():
     assert cm.check_derivatives(model, torch.randn(2, 4)).ok
 
 
+def test_dropout_in_place_writes_and_bad_rates_are_refused():
+    def f(x):
+        nn.functional.dropout(x, 1.0, inplace=True)
+        return x.exp()
+
+    report = cm.check_derivatives(f, torch.randn(3))
+    assert [row.expected for row in report.rows] == [0.0] * 6  # all of x is dropped
+    with pytest.raises(cm.InputError, match="between 0 and 1"):
+        cm.check_derivatives(lambda x: nn.functional.dropout(x, 1.5), torch.randn(3))
+
+
 def test_random_state_is_left_alone():
     x = torch.randn(3)
     state = torch.get_rng_state()
@@ -264,7 +334,7 @@ def test_parameters_alone_with_integer_inputs():
     [
         (torch.sin, torch.arange(3), "at least one floating-point tensor"),
         (torch.sin, torch.randn(3, dtype=torch.complex64), "real inputs"),
-        (torch.argmax, torch.randn(3), "no real floating-point tensor"),
+        (torch.argmax, torch.randn(3), "no floating-point or complex tensor"),
         (lambda x: x * random.random(), torch.randn(3), "two different results"),
         (lambda x: x @ torch.randn(4, 4), torch.randn(3), "failed with RuntimeError"),
         (torch.log, -torch.ones(3), "no finite number"),
@@ -290,6 +360,20 @@ def test_out_of_time_is_left_out():
     assert set(report.words("left out")) == set(words(2))
     assert not report.ok
     assert "seconds=" in report.notes[0]
+
+
+def test_the_time_budget_holds_inside_a_single_difference():
+    calls = 0
+
+    def slow(x):
+        nonlocal calls
+        calls += 1
+        time.sleep(0.02)
+        return x.sin()
+
+    report = cm.check_derivatives(slow, torch.randn(3), seconds=0.3)
+    assert set(report.words("left out")) == set(words(2))  # F alone takes about fifty calls
+    assert calls <= 0.3 / 0.02 + 1
 
 
 def test_outputs_that_are_not_finite_are_left_out():

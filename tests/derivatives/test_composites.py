@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cumulant as cm
-from cumulant.derivatives import batch_norm, instance_norm, layer_norm
+from cumulant.derivatives import batch_norm, instance_norm, layer_norm, rms_norm
 
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, 6), torch.linspace(-1.0, 1.0, 6)
 
@@ -21,6 +21,16 @@ NORMS = {
     "layer_norm, two dimensions": (
         lambda x, w, b: layer_norm(x, (2, 3), w.view(2, 3), b.view(2, 3), eps=1e-3),
         lambda x, w, b: F.layer_norm(x, (2, 3), w.view(2, 3), b.view(2, 3), eps=1e-3),
+        (4, 2, 3),
+    ),
+    "rms_norm": (
+        lambda x, w, b: rms_norm(x, (6,), w) + b,
+        lambda x, w, b: F.rms_norm(x, (6,), w) + b,
+        (5, 6),
+    ),
+    "rms_norm, two dimensions": (
+        lambda x, w, b: rms_norm(x, (2, 3), w.view(2, 3), eps=1e-3) * b.view(2, 3),
+        lambda x, w, b: F.rms_norm(x, (2, 3), w.view(2, 3), eps=1e-3) * b.view(2, 3),
         (4, 2, 3),
     ),
     "batch_norm": (
@@ -124,6 +134,8 @@ def test_evaluation_uses_the_running_statistics():
         lambda x: layer_norm(x, (7,)),
         lambda x: layer_norm(x, (6,), torch.ones(5)),
         lambda x: layer_norm(x, ()),
+        lambda x: rms_norm(x, (7,)),
+        lambda x: rms_norm(x, (6,), torch.ones(5)),
         lambda x: batch_norm(x, None, None, torch.ones(5), training=True),
         lambda x: batch_norm(x, None, None),
     ],
@@ -137,3 +149,18 @@ def test_what_does_not_fit_is_refused_in_every_mode(call):
     ):
         with pytest.raises(RuntimeError):
             run(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm_has_torchs_eps(dtype):
+    x = (1e-4 * torch.randn(3, 6)).to(dtype)
+    found = torch.func.jvp(lambda x: rms_norm(x, (6,)), (x,), (x,))[0]
+    torch.testing.assert_close(found, F.rms_norm(x, (6,)))
+
+
+def test_rms_norm_is_a_formula_under_forward_mode():
+    """On a GPU torch has a fused operator with a rule of its own; here it must not be called."""
+    x = torch.randn(3, 6)
+    with cm.differentiable(), torch.profiler.profile() as profile:
+        torch.func.jvp(nn.RMSNorm(6), (x,), (x,))
+    assert "aten::rms_norm" not in {event.key for event in profile.key_averages()}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
+from torch.autograd import forward_ad
 
 import cumulant as cm
 
@@ -172,3 +173,23 @@ def test_other_threads_keep_torchs_norms():
         thread.start()
         thread.join()
     assert seen == ["_FusedBackward", "NativeLayerNormBackward0"]
+
+
+def test_dual_numbers_over_backward():
+    """Forward over reverse by hand: torch.autograd.grad of dual numbers, no torch.func."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 12, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64
+    )
+    x, v = torch.randn(2, 2, 5, 8, dtype=torch.float64)
+
+    def gradient(x):
+        return torch.autograd.grad(layer(x).sin().sum(), x)[0]
+
+    with cm.differentiable():
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone().requires_grad_(), v)
+            tangent = forward_ad.unpack_dual(gradient(dual)).tangent
+        h = 1e-4
+        ahead, behind = (gradient((x + s * v).requires_grad_()) for s in (h, -h))
+    torch.testing.assert_close(tangent, (ahead - behind) / (2 * h), rtol=1e-6, atol=1e-6)

@@ -24,6 +24,9 @@ def example():
 def nothing():
     return 3
 
+def corner():
+    return torch.abs, torch.zeros(3)
+
 def broken():
     raise RuntimeError("no such file")
 """
@@ -71,6 +74,13 @@ def test_a_wrong_function_is_exit_code_1(doctor):
     out = doctor("--derivatives", "mine:example")
     assert out.returncode == 1
     assert "torch.nn.functional.layer_norm: FF RF wrong" in out.stdout
+    assert "doctor.py" not in out.stdout  # the place is in the model, not in the command
+
+
+def test_reasons_are_printed(doctor):
+    out = doctor("--derivatives", "mine:corner")
+    assert out.returncode == 1
+    assert "F R FF FR RF RR kink: one-sided derivatives of order 1 differ" in out.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, jvp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -115,6 +116,43 @@ def test_compiled_product(truth):
         loss = torch.compile(lambda z, velocity: loss_of(model, z, velocity))(*data())
         gradient = gradient_of(model, loss)
     torch.testing.assert_close(gradient, truth)
+
+
+def test_running_statistics_are_arguments():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double()
+    z, v = torch.randn(2, 5, 6, dtype=DOUBLE)
+    with cm.differentiable():
+        with pytest.raises(RuntimeError, match="in-place"):
+            jvp(model, (z,), (v,))
+
+        def run(z):
+            held = {n: b.clone() for n, b in model.named_buffers()}
+            return functional_call(model, held, z), held
+
+        _, slope, held = jvp(run, (z,), (v,), has_aux=True)
+        slope.square().sum().backward()
+        weight = model[0].weight
+        found, values = weight.grad[1, 2].item(), []
+        for step in (1e-4, -1e-4):
+            with torch.no_grad():
+                weight[1, 2] += step
+                values.append(jvp(lambda z: run(z)[0], (z,), (v,))[1].square().sum())
+                weight[1, 2] -= step
+        assert found == pytest.approx((values[0] - values[1]).item() / 2e-4, rel=1e-6)
+        model(z)  # which updates its own
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(held[name], buffer)
+
+
+def test_torch_refuses_dual_numbers_through_softmax():
+    x = torch.randn(3, dtype=DOUBLE, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = forward_ad.unpack_dual(torch.softmax(dual, -1)).tangent
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            tangent.square().sum().backward()
+    jvp(lambda x: torch.softmax(x, -1), (x,), (torch.ones_like(x),))[1].square().sum().backward()
 
 
 def test_average_of_weights():

@@ -165,6 +165,34 @@ def test_an_additive_mask(crew, way):
     crew.run(all_orders, 3, way, {"mask": bias})
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_softcap_and_the_sink_of_each_head(crew, way):
+    """The sink is counted once, not once on every rank."""
+    sink = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    crew.run(all_orders, 3, way, {"softcap": 1.5, "sink": sink, "is_causal": True})
+
+
+def sink_of_each_query(group, rank, size, way):
+    q, k, v = inputs()
+    mine = part(KEYS[size], rank)
+    asked = slice(None) if way == "replicated" else part(QUERIES[size], rank)
+    sink = torch.randn(2, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    full, own = sink.clone().requires_grad_(), sink[:, asked].clone().requires_grad_()
+    a = cm.attend(q, k, v, sink=full)
+    b = cm.attend(q[:, asked], shard_of(way, k[:, mine], v[:, mine], group), sink=own)
+    for name in FIELDS:
+        close(getattr(b, name), getattr(a, name)[:, asked], name)
+    (expected,) = torch.autograd.grad(scalar(a, SIGNS), full)
+    loss = scalar(b, SIGNS)
+    loss = loss if way == "replicated" else total(loss, group)
+    close(torch.autograd.grad(loss, own)[0], expected[:, asked], "gradient in the sink")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sink_of_each_query_and_its_gradient(crew, way):
+    crew.run(sink_of_each_query, 3, way)
+
+
 def heads(group, rank, size, way):
     random = torch.Generator().manual_seed(5)
     q = torch.randn(2, 4, 6, 8, generator=random, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cumulant as cm
-from cumulant.contrastive import info_nce, nt_xent
+from cumulant.contrastive import contrast, info_nce, nt_xent
 from cumulant.core.errors import GroupError, InputError
 from cumulant.distributed import total
 
@@ -124,8 +124,8 @@ def test_other_numbers_of_ranks(crew, name, size):
 
 def details(group, rank, size):
     mine = part(rank, size)
-    whole = info_nce(points(1), points(2), details=True)
-    ours = info_nce(points(1)[mine], points(2)[mine], details=True, group=group)
+    whole = contrast(points(1), points(2))
+    ours = contrast(points(1)[mine], points(2)[mine], group=group)
     torch.testing.assert_close(ours.loss, whole.loss)
     for name in ("log_normalizer", "entropy", "effective_negatives"):
         torch.testing.assert_close(getattr(ours, name), getattr(whole, name)[mine])

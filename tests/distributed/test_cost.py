@@ -90,8 +90,8 @@ def test_a_billion_patterns_on_64_hosts():
         assert one.flops == queries * 15_625_000 * 2 * 256
         # half precision becomes float32 first: written, then read
         assert one.reads == held * size + (2 * held * 4 if size == 2 else 0)
-        # two comparisons of 256 bytes, a maximum, and a sum of 128 features and the mass
-        assert one.bytes == 2 * 63 * 256 + 2 * 63 / 64 * queries * (1 + 129) * 4
+        # two comparisons of seven 8-byte numbers, a maximum, and a sum of 128 features and the mass
+        assert one.bytes == 2 * 63 * 7 * 8 + 2 * 63 / 64 * queries * (1 + 129) * 4
         copies = held * 4 + queries * 128 * 4 if size == 2 else 0
         merging = queries * (128 + 4 * 129) * 4
         assert one.memory == held * size + queries * 128 * size + merging + copies

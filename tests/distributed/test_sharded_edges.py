@@ -122,7 +122,7 @@ def test_keys_that_change_after_sharding(crew):
 def unlike_options(group, rank, size):
     x = draw(3, 4, seed=rank)
     unlike = {
-        "averaged": {"reduction": "mean" if rank else "sum"},
+        "agree on reduction": {"reduction": "mean" if rank else "sum"},
         "cosine": {"similarity": "dot" if rank else "cosine"},
         "temperature": {"temperature": 0.1 + rank},
     }
@@ -139,6 +139,16 @@ def unlike_options(group, rank, size):
         cm.attend(x, shard, scale=0.5 + rank)
     with pytest.raises(InputError, match="whether a scale is given"):
         cm.attend(x, shard, scale=0.5 if rank else None)
+    with pytest.raises(InputError, match="the softcap"):
+        cm.attend(x, shard, softcap=1.0 + rank)
+    with pytest.raises(InputError, match="the sink"):
+        cm.attend(x, shard, sink=0.0 if rank else None)
+    with pytest.raises(InputError, match="the sink"):
+        cm.attend(x, shard, sink=torch.zeros(3 if rank else 1))
+    with pytest.raises(InputError if rank else GroupError, match="sink must be"):
+        cm.attend(x, shard, sink=torch.zeros(5 if rank else 3))
+    with pytest.raises((InputError, GroupError), match="dropout_p does not go with sharded keys"):
+        cm.attend(x, shard, dropout_p=0.1)
     from torch.nn.attention import bias
 
     mask = bias.causal_lower_right(3, 6) if rank else bias.causal_upper_left(3, 6)

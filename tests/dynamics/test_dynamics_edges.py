@@ -537,7 +537,7 @@ def test_lists_and_arrays_are_clouds():
         (lambda x: D.stationary(torch.eye(3)), "not irreducible"),
         (lambda x: D.block_gibbs(1e30 * x, 3, beta=1e30), "out of range"),
         (lambda x: D.step(x, contraction=lambda y: [y]), "must return a tensor"),
-        (lambda x: D.simulate(x, True), "whole number"),
+        (lambda x: D.simulate(x, True), "an integer"),
     ],
 )
 def test_almost_right(call, message):

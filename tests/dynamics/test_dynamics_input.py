@@ -123,8 +123,8 @@ def test_starts():
         (("star", 3, 2), "the names are"),
         (("ring", 3, 1), "dimension 2"),
         (("orthonormal", 3, 2), "at most d = 2"),
-        (("sphere", 0, 2), "whole number from 1"),
-        (("sphere", 2.5, 2), "whole number"),
+        (("sphere", 0, 2), "an integer >= 1"),
+        (("sphere", 2.5, 2), "an integer"),
     ):
         with pytest.raises(cm.InputError, match=message):
             D.start(*how)

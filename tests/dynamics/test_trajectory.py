@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -54,8 +59,8 @@ def test_bad_files(tmp_path):
 def test_an_interrupted_run_leaves_what_it_had(tmp_path):
     path = tmp_path / "run.npz"
 
-    def interrupt(t):
-        if t >= 2:
+    def interrupt(progress):
+        if progress.done >= 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -67,11 +72,88 @@ def test_an_interrupted_run_leaves_what_it_had(tmp_path):
     torch.testing.assert_close(rest.final, run(steps=6).final)
 
 
+KILLED = """
+import os, signal, sys, torch, cumulant as cm
+from cumulant.dynamics import trajectory
+trajectory.PERIOD = 0.0
+steps = 0
+def stop(progress):
+    global steps
+    steps += 1
+    if steps == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+x = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0)).to(torch.{kind})
+if os.path.exists(sys.argv[1]):
+    x = cm.dynamics.Trajectory.load(sys.argv[1])
+cm.dynamics.simulate(x, 6, step_size=0.5, checkpoint=sys.argv[1], progress=stop)
+"""
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_a_killed_run_is_recovered_and_ends_as_an_uninterrupted_one(tmp_path, kind):
+    x = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0)).to(getattr(torch, kind))
+    path, how = tmp_path / "run.npz", {"step_size": 0.5}
+    straight = D.simulate(x, 12, **how)
+
+    def killed(after):
+        command = [sys.executable, "-c", KILLED.format(kind=kind), str(path), str(after)]
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+
+    killed(4)
+    assert not path.exists()
+    found = D.Trajectory.load(path)
+    assert found.times.tolist() == [0.0, 0.5, 1.0]  # the fourth state was not kept yet
+    assert found.settings["step_size"] == 0.5
+    first = D.simulate(found, 4, checkpoint=path, **how)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.npz"]  # the journal is done
+    assert torch.equal(first.states, straight.states[:7])
+    killed(4)  # in a run that continues another, which is not lost
+    found = D.Trajectory.load(path)
+    assert found.times.tolist() == [k / 2 for k in range(9)]
+    last = D.simulate(found, 4, checkpoint=path, **how)
+    for name in ("times", "states", "blow_up_time"):
+        assert torch.equal(getattr(last, name), getattr(straight, name)), name
+    for name, values in straight.observables.items():
+        assert torch.equal(values, last.observables[name]), name
+
+
+def test_half_precision_in_the_journal_of_a_killed_run(tmp_path):
+    path = tmp_path / "run.npz"
+    subprocess.run([sys.executable, "-c", KILLED.format(kind="bfloat16"), str(path), "5"])
+    x = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, straight = D.Trajectory.load(path), D.simulate(x, 3, step_size=0.5)
+    assert found.states.dtype == torch.bfloat16
+    assert torch.equal(found.states, straight.states)
+
+
+def test_damage_in_the_journal_of_a_killed_run(tmp_path, caplog):
+    path = tmp_path / "run.npz"
+    subprocess.run([sys.executable, "-c", KILLED.format(kind="float32"), str(path), "5"])
+    journal = tmp_path / "run.npz.journal"
+    content = bytearray(journal.read_bytes())
+    content[-5] ^= 4
+    journal.write_bytes(content)
+    assert len(D.Trajectory.load(path).times) == 3  # of four that were kept
+    assert "run.npz.journal is damaged in record 4" in caplog.text
+    finished = run()
+    finished.save(path)  # newer than the journal
+    assert torch.equal(D.Trajectory.load(path).states, finished.states)
+
+
+def test_two_runs_with_one_checkpoint(tmp_path):
+    def second(_):
+        with pytest.raises(cm.InputError, match=rf"process {os.getpid()} on .*run.npz"):
+            run(checkpoint=tmp_path / "run.npz")
+
+    run(steps=2, checkpoint=tmp_path / "run.npz", progress=second)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.npz"]
+
+
 def test_an_interrupted_flow_leaves_what_it_had(tmp_path):
     path = tmp_path / "flow.npz"
 
-    def interrupt(t):
-        if t >= 2:
+    def interrupt(progress):
+        if progress.done >= 2:
             raise KeyboardInterrupt
 
     x = D.start("sphere", 10, 3)

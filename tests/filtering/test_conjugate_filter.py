@@ -631,10 +631,8 @@ def test_precision_of_the_answer():
 def test_shapes_progress_and_repr():
     seen = []
     model = built(DirichletCategorical())
-    post = filter_conjugate(
-        model, DirichletCategorical.observations[None], progress=lambda *at: seen.append(at)
-    )
-    assert seen == [(t, 5) for t in range(1, 6)]
+    post = filter_conjugate(model, DirichletCategorical.observations[None], progress=seen.append)
+    assert [(x.done, x.total) for x in seen] == [(t, 5) for t in range(1, 6)]
     assert post.mean.shape == (1, 5, 3)
     assert post.mode_covariances.shape == (1, 5, 2, 3, 3)
     assert post.predicted_mode_probabilities.shape == (1, 5, 2)
@@ -655,7 +653,11 @@ def test_shapes_progress_and_repr():
         (GammaExponential(), f64(1, -0.5), ">= 0"),
         (BetaBernoulli(), f64(1, 2), "0 or 1"),
         (DirichletCategorical(), torch.full((2, 3), 0.5), "one-hot"),
-        (DirichletCategorical(), torch.tensor([[1, 0, torch.nan]]), "missing completely or not at all"),
+        (
+            DirichletCategorical(),
+            torch.tensor([[1, 0, torch.nan]]),
+            "missing completely or not at all",
+        ),
         (DirichletCategorical(), torch.eye(2), r"\(\*batch, T, 3\)"),
         (NormalGaussian(), f64(1, 2), r"\(\*batch, T, 2\)"),
         (GammaPoisson(), f64(torch.nan, torch.nan), "no observation at all"),

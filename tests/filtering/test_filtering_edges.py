@@ -214,9 +214,9 @@ def test_interrupted_in_a_later_start():
     y = F.sample(level(), 20, generator=seeded(0)).observations
     calls = []
 
-    def stop(step, value):
-        calls.append(step)
-        if step == 1 and calls.count(1) == 2:
+    def stop(progress):
+        calls.append(progress.done)
+        if progress.done == 1 and calls.count(1) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(cm.ConvergenceError, match="fit: interrupted") as caught:

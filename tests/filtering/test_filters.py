@@ -341,7 +341,7 @@ def test_likelihoods_that_underflow():
 def test_interface_of_what_was_asked_for():
     m, y = model(2, 2, 1), series(3)
     calls = []
-    post = F.filter(m, y, progress=lambda t, T: calls.append((t, T)))
+    post = F.filter(m, y, progress=lambda x: calls.append((x.done, x.total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
     assert repr(post) == (
         "Posterior(SwitchingLinearGaussian(modes=2, state_size=2, observation_size=1), "

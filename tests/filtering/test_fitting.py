@@ -225,8 +225,8 @@ def test_coordinates_there_and_back():
 def test_interrupted_and_stopped():
     y = F.sample(level([0.4], [1.0]), 30, generator=seeded(6)).observations
 
-    def stop(step, value):
-        if step == 2:
+    def stop(progress):
+        if progress.done == 2:
             raise KeyboardInterrupt
 
     for method in ("lbfgs", "em"):
@@ -237,7 +237,7 @@ def test_interrupted_and_stopped():
         assert "interrupted" in found.message
         assert found.log_likelihood > float(F.filter(level([5.0], [5.0]), y).log_likelihood)
     seen = []
-    F.fit(level([5.0], [5.0]), y, progress=lambda s, v: seen.append((s, v)))
+    F.fit(level([5.0], [5.0]), y, progress=lambda x: seen.append((x.done, x.value)))
     assert [s for s, _ in seen] == list(range(1, len(seen) + 1))
     assert all(b >= a for (_, a), (_, b) in itertools.pairwise(seen))
 
@@ -272,8 +272,8 @@ def test_nonlinear_models_learn_their_noise():
         ({"free": {"dynamics_noise": "round"}}, "'diagonal' or 'dense'"),
         ({"free": []}, "nothing is free"),
         ({"method": "newton"}, "method must be 'lbfgs' or 'em'"),
-        ({"starts": 0}, "starts must be a whole number from 1 on"),
-        ({"max_steps": 0}, "max_steps must be a whole number from 1 on"),
+        ({"starts": 0}, "starts must be an integer >= 1"),
+        ({"max_steps": 0}, "max_steps must be an integer >= 1"),
         ({"tol": -1.0}, "tol must be finite and at least 0"),
         ({"order_by": "speed"}, "order_by must be a function of the model, False, or one of"),
         ({"order_by": lambda m: torch.zeros(5)}, "one number for each of the 2 modes"),

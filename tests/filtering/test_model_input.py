@@ -110,9 +110,9 @@ def test_other_mistakes():
         F.smooth(model(2, 2, 1, 1), post)
     with pytest.raises(cm.InputError, match="forgotten its past"):
         F.smooth(m, post.latest())
-    with pytest.raises(cm.InputError, match="steps must be a whole number from 1 on"):
+    with pytest.raises(cm.InputError, match="steps must be an integer >= 1"):
         F.forecast(post, 0)
-    with pytest.raises(cm.InputError, match="steps must be a whole number"):
+    with pytest.raises(cm.InputError, match="steps must be an integer"):
         F.sample(m, 2.5)
     with pytest.raises(cm.InputError, match=r"generator must be a torch\.Generator, such as"):
         F.sample(m, 2, generator=0)

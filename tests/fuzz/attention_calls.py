@@ -47,6 +47,8 @@ class Call:
     bias: Tensor | None
     groups: int
     scale: float
+    softcap: float | None
+    sink: Tensor | None  # broadcasts to (*batch, M)
     told: str
 
     def ours(self, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -61,9 +63,16 @@ def _dense(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if call.groups:
         key, value = (x.repeat_interleave(call.groups, -3) for x in (key, value))
     plain = (query * call.scale) @ key.mT
+    if call.softcap is not None:
+        plain = call.softcap * (plain / call.softcap).tanh()
     scores = plain if call.bias is None else plain + call.bias.to(plain.dtype)
     seen = torch.ones_like(scores, dtype=torch.bool) if call.seen is None else call.seen
     seen = (seen & (scores > -math.inf)).expand(scores.shape)
+    if call.sink is not None:  # one more column: no key, no value, no score, only a logit
+        logits = call.sink.to(plain.dtype)[..., None].expand(*plain.shape[:-1], 1)
+        scores, plain = torch.cat([scores, logits], -1), torch.cat([plain, 0 * logits], -1)
+        seen = torch.cat([seen, torch.ones_like(logits, dtype=torch.bool)], -1)
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
     alive = seen.any(-1, keepdim=True)
     scores = torch.where(seen, scores, -math.inf).masked_fill(~alive, 0.0)
     peak = scores.detach().amax(-1, keepdim=True)
@@ -134,14 +143,27 @@ def draw(seed: int) -> Call:
         bias = normal(*some.shape).to(dtype)
         bias = bias.masked_fill(~some, -math.inf) if choose.random() < 0.5 else bias
         options["attn_mask"] = bias
+    softcap = choose.choice([None, None, None, 1.5])
+    options |= {} if softcap is None else {"softcap": softcap}
+    sink = None
+    if choose.random() < 0.3:
+        full = (*heads, m)
+        per_query = choose.random() < 0.5 or len(full) < 2
+        sink = normal(*full) if per_query else normal(full[-2], 1)
+        if softcap is None:  # near the normalizer, wherever the keys are
+            shared_key = key.repeat_interleave(groups, -3) if groups else key
+            sink = sink + torch.logsumexp((query * scale) @ shared_key.mT, -1).mean()
+        sink = sink.to(dtype)
+        options["sink"] = sink if per_query else sink[:, 0]
     tensors = tuple(laid_out(x.to(dtype)) for x in (query, key, value))
     field = choose.choice(FIELDS)
     told = (
         f"{field} {word or 'value'} {str(dtype)[6:]} query={tuple(query.shape)} "
         f"key={tuple(key.shape)} value={tuple(value.shape)} mask={mask} offset={offset:g} "
-        f"scale={scale:.3g} groups={groups} window={options.get('window')}"
+        f"scale={scale:.3g} groups={groups} window={options.get('window')} "
+        f"softcap={softcap} sink={None if sink is None else tuple(sink.shape)}"
     )
-    return Call(field, word, tensors, options, seen, bias, groups, scale, told)
+    return Call(field, word, tensors, options, seen, bias, groups, scale, softcap, sink, told)
 
 
 def _cotangent(x: Tensor) -> Tensor:

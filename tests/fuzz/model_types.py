@@ -58,7 +58,7 @@ class Softmaxes(TorchFunctionMode):
 
     def _name(self, frame):
         while frame is not None:
-            if frame.f_code.co_filename.endswith("lens/interface.py"):
+            if frame.f_code.co_filename.endswith("integrations/transformers.py"):
                 return
             owner = frame.f_locals.get("self")
             if re.search("Attention|Attn", type(owner).__name__):
@@ -70,7 +70,7 @@ class Softmaxes(TorchFunctionMode):
 @contextmanager
 def counted():
     """Our implementation, counted."""
-    interface = importlib.import_module("cumulant.lens.interface")
+    interface = importlib.import_module("cumulant.integrations.transformers")
     with Softmaxes() as found:
 
         def forward(*args, **kwargs):
@@ -176,7 +176,7 @@ def refusal_of(action):
     except cm.InputError as error:
         if "cannot run in" in str(error):
             return str(error).split("cannot run in ")[1].split(":")[0]
-        if 'which "cumulant" does not read' in str(error):
+        if 'which "cumulant" does not support' in str(error):
             return str(error).split(" ")[0]
         raise
     return None

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from cumulant.kernels.attention import Options, attention
+from cumulant.kernels.attention import Options
 from cumulant.kernels.potential import both_normalizers, log_normalizer
-from cumulant.kernels.search import coverage, largest
+from cumulant.kernels.rows import summarize
+from cumulant.kernels.search import largest
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -149,9 +150,9 @@ def test_coverage_by_counting():
         "key": torch.zeros(n, 1).double(),
         "bias": p.log(),
     }
-    G = attention({**named, "value": named["key"]}).log_normalizer
     for mass, expected in ((0.9, [1, 4, 4, 5]), (0.5, [1, 2, 1, 3]), (0.8, [1, 4, 3, 4])):
-        k, visible = coverage({**named, "log_normalizer": G}, Options(), mass)
+        found = summarize(named, Options(), spectrum=False, mass=mass)
+        k, visible = found["coverage"], found["visible"]
         assert k[:, 0].tolist() == expected
         assert visible[:, 0].tolist() == [1, 4, 5, 5]
 
@@ -160,6 +161,5 @@ def test_coverage_by_counting():
 def test_nine_tenths_of_equal_weights(dtype):
     for n in (10, 100, 1000):
         named = {"query": torch.zeros(1, 1, dtype=dtype), "key": torch.zeros(n, 1, dtype=dtype)}
-        named["log_normalizer"] = torch.full((1, 1), math.log(n), dtype=dtype)
-        k, _ = coverage(named, Options(), 0.9)
+        k = summarize(named, Options(), spectrum=False)["coverage"]
         assert int(k) == 9 * n // 10

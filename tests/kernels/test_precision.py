@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -29,18 +30,20 @@ BIAS = 5 * torch.randn(M, N, generator=torch.Generator().manual_seed(2))
 # What `attend` is told, and the yardstick.
 CALLS = {
     "plain": ({}, {}),
-    "causal": ({"is_causal": True}, {"mask": band_mask(M, N, upper=0)}),
+    "causal": ({"is_causal": True}, {"causal": True}),
     "mask": ({"attn_mask": MASK}, {"mask": MASK}),
     "bias": ({"attn_mask": BIAS}, {"bias": BIAS}),
     "grouped": ({"enable_gqa": True}, {"groups": 2}),
 }
 
 
-def dense(query, key, value, *, mask=None, bias=None, groups=1):
+def dense(query, key, value, *, mask=None, bias=None, groups=1, causal=False):
     """Every field by torch's softmax of all scores."""
     key, value = (x.repeat_interleave(groups, -3) if groups > 1 else x for x in (key, value))
     plain = (query / math.sqrt(query.shape[-1])) @ key.mT
     scores = plain if bias is None else plain + bias.to(plain.dtype)
+    if causal:
+        mask = band_mask(query.shape[-2], key.shape[-2], upper=0)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     peak = scores.detach().amax(-1, keepdim=True)
@@ -61,25 +64,26 @@ def dense(query, key, value, *, mask=None, bias=None, groups=1):
     }
 
 
-def point(seed, offset, scores="common", groups=1):
+def point(seed, offset, scores="common", groups=1, sizes=(M, N, D)):
     """Queries, keys, values and directions; the scores are about `offset` in size.
 
     common: the same for all keys of a query. clusters: half of the keys on the other side of the
     origin. spread: different for every key.
     """
     generator = torch.Generator().manual_seed(seed)
+    m, n, d = sizes
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
-    query, key, value = normal(2 * groups, M, D), normal(2, N, D), normal(2, N, D)
-    along = torch.nn.functional.normalize(normal(D), dim=0)
-    far = offset * math.sqrt(D) / 3 * along
+    query, key, value = normal(2 * groups, m, d), normal(2, n, d), normal(2, n, d)
+    along = torch.nn.functional.normalize(normal(d), dim=0)
+    far = offset * math.sqrt(d) / 3 * along
     if scores == "spread":
         query, key = (x * math.sqrt(1 + offset / 4) for x in (query, key))
     elif scores == "clusters":
-        side = (-1.0) ** torch.arange(N)[:, None]
-        query = query + 3 * along * (-1.0) ** (torch.arange(M) // 3)[:, None]
+        side = (-1.0) ** torch.arange(n)[:, None]
+        query = query + 3 * along * (-1.0) ** (torch.arange(m) // 3)[:, None]
         key = key + side * far
     else:
         query, key = query + 3 * along, key + far
@@ -98,7 +102,7 @@ def error(found, truth):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def compare(field, word, offset, call="plain", scores="common"):
+def compare(field, word, offset, call="plain", scores="common", sizes=(M, N, D)):
     """Medians over seeds of (our error, the yardstick's error)."""
     ours_options, dense_options = CALLS[call]
     groups = dense_options.get("groups", 1)
@@ -111,7 +115,7 @@ def compare(field, word, offset, call="plain", scores="common"):
 
     errors = []
     for seed in range(SEEDS):
-        xs, ts = point(seed, offset, scores, groups)
+        xs, ts = point(seed, offset, scores, groups, sizes)
         wide = tuple(x.double() for x in xs), tuple(t.double() for t in ts)
         truth = differentiate(yardstick, word, wide[1], cotangent)(*wide[0])
         errors.append(
@@ -120,10 +124,10 @@ def compare(field, word, offset, call="plain", scores="common"):
     return [statistics.median(column) for column in zip(*errors, strict=True)]
 
 
-def assert_as_precise(word, offset, call="plain", scores="common"):
+def assert_as_precise(word, offset, call="plain", scores="common", sizes=(M, N, D), fields=FIELDS):
     worse = []
-    for field in FIELDS:
-        ours, yardstick = compare(field, word, offset, call, scores)
+    for field in fields:
+        ours, yardstick = compare(field, word, offset, call, scores, sizes)
         if ours > 3 * yardstick + 1e-6:
             worse.append(f"{field}: {ours:.1e}, dense {yardstick:.1e}")
     assert not worse, "; ".join(worse)
@@ -133,6 +137,14 @@ def assert_as_precise(word, offset, call="plain", scores="common"):
 @pytest.mark.parametrize("word", ["", "F", "R", *SECOND, "FRR"])
 def test_scores_with_a_common_part(word, offset):
     assert_as_precise(word, offset)
+
+
+@pytest.mark.parametrize("offset", [5.0, 20.0, 60.0])
+@pytest.mark.parametrize("call", ["plain", "causal", "grouped"])
+def test_torchs_fused_gradient(call, offset):
+    """Its backward pass cuts rows elsewhere than its forward pass if there are enough keys."""
+    sizes = (64, 300, 32)
+    assert_as_precise("R", offset, call, sizes=sizes, fields=("mean", "key_mean"))
 
 
 @pytest.mark.parametrize("word", ["", "F", "R", "FF", "RR"])
@@ -154,6 +166,47 @@ def test_score_mean_keeps_its_digits():
     found = cm.attend(query, key, value).score_mean
     wide = [x.double() for x in (query, key, value)]
     assert (found - dense(*wide)["score_mean"]).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("scores", ["common", "clusters", "spread"])
+@pytest.mark.parametrize("word", ["F", "R", "FF", "RR"])
+def test_rows_too_long_for_one_tile_are_whole_where_that_shows(word, scores, monkeypatch):
+    monkeypatch.setattr(kernel, "_LARGEST_STRIP", 0)
+    assert_as_precise(word, 300.0, scores=scores, fields=("mean", "entropy", "score_variance"))
+
+
+def test_rows_too_long_for_one_tile_under_vmap(monkeypatch):
+    """Where nobody can ask how large G is, rows are whole."""
+    monkeypatch.setattr(kernel, "_LARGEST_STRIP", 0)
+    (query, key, value), (tangent, *_) = point(0, 300.0)
+
+    def one(f, query, key, value, tangent):
+        return torch.func.jvp(lambda q: f(q, key, value), (query,), (tangent,))[1]
+
+    given = (query, key, value, tangent)
+    found = torch.vmap(partial(one, lambda *xs: cm.attend(*xs).mean))(*given)
+    plain, truth = (
+        torch.vmap(partial(one, lambda *xs: dense(*xs)["mean"]))(*(x.to(d) for x in given))
+        for d in (torch.float32, torch.float64)
+    )
+    assert error([found], [truth]) <= 3 * error([plain], [truth]) + 1e-6
+
+
+def test_hidden_keys_are_no_part_of_what_keys_have_in_common():
+    """Most keys are hidden and far away: the first gradient is as precise as without them."""
+    (query, key, value), _ = point(0, 0.0, sizes=(40, 300, 32))
+    seen = torch.zeros(40, 300, dtype=torch.bool)
+    seen[:, :50] = True
+    for far in (100.0, 1e30, math.inf, math.nan):
+        spoiled = torch.where(seen[0, :, None], key, far)
+        q = query.clone().requires_grad_()
+        out = cm.scaled_dot_product_attention(q, spoiled, value, attn_mask=seen)
+        wide = query.double().requires_grad_()
+        exact = dense(wide, key[:, :50].double(), value[:, :50].double())["mean"]
+        found, truth = (
+            torch.autograd.grad(y, x, cotangent(y))[0] for x, y in ((q, out), (wide, exact))
+        )
+        assert error([found], [truth]) < 3e-6
 
 
 @pytest.mark.parametrize("word", ["", "F", "R", "FF", "RR", "FR", "RF", "FFR"])

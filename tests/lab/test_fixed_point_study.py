@@ -10,7 +10,7 @@ from cumulant.lab.fixed_points.figures import draw
 
 def test_what_the_page_says(tmp_path):
     said = []
-    found = study.run(quick=True, tick=said.append)
+    found = study.run(quick=True, progress=said.append)
     by_name = {(r["contraction"], r["points"]): r for r in found.rejected}
     for n in (32, 128):
         assert by_name["none", n]["rejected"][0] <= 0.2  # Gaussian clouds are called Gaussian

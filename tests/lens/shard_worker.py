@@ -17,7 +17,9 @@ from cumulant.core.errors import GroupError
 from cumulant.distributed.ranks import Ranks
 
 examining = import_module("cumulant.lens.examining")
-shards = import_module("cumulant.lens.shards")
+finishing = import_module("cumulant.lens.finishing")
+merging = import_module("cumulant.lens.merging")
+reading = import_module("cumulant.lens.reading")
 
 # What is imported late is imported here, once, for all processes that are forked from this one.
 toy_tokenizer()
@@ -33,7 +35,7 @@ TEXTS = [*toy_sentences(7), " ".join(["the dog sat on a mat"] * 12), *toy_senten
 
 def small():
     """Few texts in a chunk, few rows at a time: every seam is crossed."""
-    examining.CHUNK, examining.PIECES, shards.ROWS, shards.INPUTS = 2, 2, 7, 4
+    examining.CHUNK, reading.PIECES, merging.ROWS, merging.INPUTS = 2, 2, 7, 4
 
 
 def die():
@@ -57,9 +59,9 @@ def rank_of(rank, size, place, folder, how):
     if what == "model" and where == rank:
         model = toy_model(num_hidden_layers=1)
     if what == "merge" and rank == 0:
-        shards.write_table = lambda *_: die()
+        merging.write_table = lambda *_: die()
     if what == "move" and rank == 0:
-        examining.finish_move = lambda *_: die()
+        finishing.finish_move = lambda *_: die()
 
     def seen(_, args, kwargs):
         if not torch.is_grad_enabled():  # with gradients it is the sensitivity

@@ -12,6 +12,7 @@ import torch
 from toy_texts import toy_model, toy_sentences, toy_tokenizer
 
 import cumulant as cm
+from cumulant.core.journal import Journal
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.texts import Text
 
@@ -116,17 +117,18 @@ def test_interrupted_work_goes_on(whole, model, tokenizer, tmp_path, after):
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_part_that_was_written_but_not_counted(whole, model, tokenizer, tmp_path, monkeypatch):
-    keep, calls = run_module._Run._keep, []
+    append, calls = Journal.append, []
 
-    def crash(self, recorder):
+    def crash(self, content):
         calls.append(None)
         if len(calls) == 3:
             raise MemoryError
-        keep(self, recorder)
+        append(self, content)
 
-    monkeypatch.setattr(run_module._Run, "_keep", crash)
-    with pytest.raises(MemoryError):
-        cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", crash)
+        with pytest.raises(MemoryError):
+            cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
     parts = tmp_path / ".cumulant-partial" / "tokens.parquet"
     assert len(list(parts.iterdir())) == 3
     found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -20,12 +19,16 @@ from toy_texts import WORDS, toy_folder, toy_model, toy_sentences, toy_tokenizer
 
 import cumulant as cm
 from cumulant.cli.main import main
+from cumulant.core.journal import Journal
 
 TEXTS = toy_sentences(11)
 LONG = " ".join(["the cat sat on a mat"] * 30)  # 180 tokens where the model takes 24
 PARTIAL = ".cumulant-partial"
 examining = import_module("cumulant.lens.examining")
-files = import_module("cumulant.lens.files")
+finishing = import_module("cumulant.lens.finishing")
+partial = import_module("cumulant.lens.partial")
+reading = import_module("cumulant.lens.reading")
+STATE = partial.STATE
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     return toy_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tokenizer):
+    return cm.lens.examine(model, tokenizer, TEXTS)
 
 
 @pytest.fixture
@@ -186,16 +194,58 @@ def test_parts_that_are_gone(model, tokenizer, tmp_path, table, damage):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("content", [b"", b"not a state", "cut", "other"])
-def test_a_damaged_state(model, tokenizer, tmp_path, content):
+@pytest.mark.parametrize("content", [b"not a journal, though a long text", "first"])
+def test_a_journal_without_a_good_record(model, tokenizer, tmp_path, content):
     interrupt(model, tokenizer, tmp_path)
-    state = tmp_path / PARTIAL / "state.pt"
-    if content == "other":
-        torch.save({"run": 3}, state)
-    else:
-        state.write_bytes(state.read_bytes()[:500] if content == "cut" else content)
-    with pytest.raises(cm.InputError, match=r"state\.pt is damaged.*remove"):
+    state = tmp_path / PARTIAL / STATE
+    if content == "first":
+        content = bytearray(state.read_bytes())
+        content[100] ^= 1  # in the settings
+    state.write_bytes(content)
+    with pytest.raises(cm.InputError, match=r"state\.journal is damaged.*remove"):
         cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_record_is_noticed_and_its_work_done_again(
+    model, tokenizer, tmp_path, caplog, whole, how, seed
+):
+    interrupt(model, tokenizer, tmp_path, after=3)
+    state = tmp_path / PARTIAL / STATE
+    content = bytearray(state.read_bytes())
+    second = Journal(state, {})._spans[2].start
+    at = int(torch.randint(second, len(content), (), generator=torch.Generator().manual_seed(seed)))
+    content[at] ^= 1 << seed
+    state.write_bytes(content if how == "flipped" else content[:at])
+    ticks = []
+    caplog.clear()
+    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path, progress=ticks.append)
+    assert len(ticks) in (2, 3)  # of four parts; the journal knew of one or two
+    assert ("state.journal is damaged in record" in caplog.text) == (how == "flipped")
+    pd.testing.assert_frame_equal(found.table(), whole.table(), check_dtype=False)
+    pd.testing.assert_frame_equal(found.heads(), whole.heads())
+    assert found.run["tokens"] == whole.run["tokens"]
+    assert found.shown == whole.shown
+
+
+def test_a_flipped_byte_of_a_table_is_noticed(model, tokenizer, tmp_path):
+    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+    part = tmp_path / "tokens.parquet" / "part-00000.parquet"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 4] ^= 1  # in the numbers, where Parquet itself would not see it
+    part.write_bytes(content)
+    with pytest.raises(cm.InputError, match=r"part-00000\.parquet is damaged"):
+        found.table()
+
+
+def test_a_state_that_was_killed_before_its_first_record(model, tokenizer, tmp_path):
+    interrupt(model, tokenizer, tmp_path, after=1)
+    state = tmp_path / PARTIAL / STATE
+    state.write_bytes(state.read_bytes()[:500])
+    found = cm.lens.examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
+    assert found.run["texts"] == 2
 
 
 def test_work_without_a_state_is_cleared(model, tokenizer, tmp_path):
@@ -232,7 +282,7 @@ class Killed(BaseException):
 
 
 def killing(monkeypatch, after):
-    """Every change of the disk by `files` counts; from number `after` on none happens any more."""
+    """Every change of the disk by `partial` counts; after number `after` none happens any more."""
     count = [0]
 
     def guarded(change):
@@ -244,8 +294,8 @@ def killing(monkeypatch, after):
 
         return guard
 
-    monkeypatch.setattr(files.os, "replace", guarded(os.replace))
-    monkeypatch.setattr(files.shutil, "rmtree", guarded(shutil.rmtree))
+    monkeypatch.setattr(partial.os, "replace", guarded(os.replace))
+    monkeypatch.setattr(partial.shutil, "rmtree", guarded(shutil.rmtree))
     for name in ("unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(Path, name, guarded(getattr(Path, name)))
     return count
@@ -308,7 +358,7 @@ def test_a_kill_at_any_moment_leaves_no_mixture(model, tokenizer, tmp_path, fini
 
 def test_a_complete_run_is_not_run_again(model, tokenizer, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(examining, "finish_move", lambda *_: (_ for _ in ()).throw(Killed()))
+        patched.setattr(finishing, "finish_move", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             cm.lens.examine(model, tokenizer, TEXTS[:4], folder=tmp_path)
     shutil.copytree(tmp_path, tmp_path.with_name("texts"))
@@ -347,9 +397,9 @@ def test_two_runs_in_one_folder(model, tokenizer, tmp_path):
     refused = []
 
     def second(_):
-        with pytest.raises(cm.InputError, match="another run is writing into"):
+        with pytest.raises(cm.InputError, match=r"another run \(process \d+ on .+\) is writing"):
             cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
-        with pytest.raises(cm.InputError, match="another run is writing into"):
+        with pytest.raises(cm.InputError, match=r"another run \(process \d+ on .+\) is writing"):
             cm.lens.Examination({}, {}, [], {"tokens": pd.DataFrame()}).save(tmp_path)
         refused.append(None)
 
@@ -545,13 +595,10 @@ def test_the_state_does_not_grow(model, tokenizer, tmp_path):
     sizes = []
 
     def look(_):
-        state = torch.load(tmp_path / PARTIAL / "state.pt", weights_only=True)
-        del state["recorder"][
-            "probe"
-        ]  # samples of hidden states, which fill up to a size of their own
-        content = io.BytesIO()
-        torch.save(state, content)
-        sizes.append(content.tell())
+        state = Journal(tmp_path / PARTIAL / STATE, {}).last
+        del state["recorder"]["probe"]  # samples of hidden states, which have a size of their own
+        Journal(tmp_path / "alone", {}).rewrite([state])
+        sizes.append((tmp_path / "alone").stat().st_size)
 
     found = cm.lens.examine(model, tokenizer, texts, folder=tmp_path, progress=look)
     assert sizes[-1] <= 1.001 * sizes[2]  # after the five notes
@@ -574,7 +621,7 @@ def test_notes_of_long_texts_survive_an_interruption(model, tokenizer, tmp_path)
 
 @pytest.mark.parametrize("after", [1, 2, 4, 5])
 def test_going_on_inside_a_text(model, tokenizer, tmp_path, monkeypatch, after):
-    monkeypatch.setattr(examining, "PIECES", 2)
+    monkeypatch.setattr(reading, "PIECES", 2)
     texts = [LONG, "the cat sat", LONG]  # 9 pieces, 1, 9: ten parts
     straight = cm.lens.examine(model, tokenizer, texts, windows=True)
     assert straight.run["inputs"] == 19
@@ -660,7 +707,7 @@ def test_an_interruption_before_anything(saved, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(examining, "encode", interrupted)
+    monkeypatch.setattr(reading, "encode", interrupted)
     assert command(monkeypatch, "-m", saved, "-t", "a cat", "-o", tmp_path / "out") == 130
     assert "nothing was written" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -671,17 +718,17 @@ def test_an_interruption_in_between(saved, tmp_path, monkeypatch, capsys):
     lines = [json.dumps({"text": x}) for x in TEXTS]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     arguments = ("-m", saved, "--jsonl", tmp_path / "texts.jsonl", "-o", tmp_path / "out")
-    keep, calls = examining._Run._keep, []
+    append, calls = Journal.append, []
 
-    def stop(self, recorder):
-        keep(self, recorder)
+    def stop(self, content):
+        append(self, content)
         calls.append(None)
         if len(calls) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(examining._Run, "_keep", stop)
+        patched.setattr(Journal, "append", stop)
         assert command(patched, *arguments) == 130
-    assert "give the same command again" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     assert command(monkeypatch, *arguments) == 0
     assert len(cm.lens.Examination.load(tmp_path / "out").inputs()) == len(TEXTS)

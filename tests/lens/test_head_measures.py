@@ -14,7 +14,7 @@ from sklearn.metrics import r2_score
 from sklearn.model_selection import cross_val_predict
 
 import cumulant as cm
-from cumulant.lens.calls import AttentionCall
+from cumulant.attention.calls import AttentionCall
 from cumulant.lens.heads import energy_change, link
 
 DOUBLE = torch.float64

@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 
 import cumulant as cm
-from cumulant.lens.calls import additive_parts
-from cumulant.lens.support import refusal
+from cumulant.attention.calls import additive_parts
+from cumulant.integrations.transformers import refusal
 from fuzz.model_types import AGREES, REFUSED, counted, examine
 from lens.tiny_models import LENGTHS, build, padding, randomize, tiny_config, tokens
 

@@ -304,7 +304,7 @@ def test_a_module_that_generates():
 
 
 def test_paged_caches_are_refused():
-    from cumulant.lens.interface import call_of
+    from cumulant.integrations.transformers import call_of
 
     x = random(1, 2, 4, 8)
     with pytest.raises(cm.InputError, match="continuous batching"):

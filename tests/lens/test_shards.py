@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from shard_worker import PATIENCE, TEXTS, examining, rank_of, shards, small
+from shard_worker import PATIENCE, TEXTS, examining, merging, rank_of, reading, small
 from toy_texts import toy_folder, toy_model, toy_tokenizer
 
 import cumulant as cm
@@ -31,7 +31,8 @@ def start():
     context.set_forkserver_preload(["shard_worker"])
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:  # the server takes its environment from here
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent)]))
+        places = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
         patch.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
 
@@ -56,10 +57,9 @@ def start():
 
 @pytest.fixture
 def single(tmp_path, monkeypatch):
-    for module, name in ((examining, "CHUNK"), (examining, "PIECES")):
+    changed = ((examining, "CHUNK"), (reading, "PIECES"), (merging, "ROWS"), (merging, "INPUTS"))
+    for module, name in changed:
         monkeypatch.setattr(module, name, getattr(module, name))
-    for name in ("ROWS", "INPUTS"):
-        monkeypatch.setattr(shards, name, getattr(shards, name))
     small()
     return tmp_path / "single"
 

@@ -535,12 +535,12 @@ def test_empty(form):
 
 OPTIONS = [
     ({"num_heads": 4}, "multiple of num_heads"),
-    ({"embed_dim": 0}, "embed_dim must be a whole number"),
+    ({"embed_dim": 0}, "embed_dim must be an integer"),
     ({"covariance": "full"}, "covariance must be one of"),
     ({"reading": "mean"}, "reading must be one of"),
     ({"covariance": "low_rank"}, "needs rank"),
     ({"covariance": "low_rank", "rank": 7}, "at most embed_dim = 6"),
-    ({"covariance": "low_rank", "rank": 0}, "rank must be a whole number"),
+    ({"covariance": "low_rank", "rank": 0}, "rank must be an integer"),
     ({"rank": 2}, "rank belongs to"),
     ({"noise": -1.0}, "noise must be finite and at least 0"),
     ({"noise": 0.0, "learn_noise": True}, "cannot start at 0"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from cumulant.attention.attended import Attended
-from cumulant.attention.direct import Direct
-from cumulant.attention.inputs import Window, prepare
+from cumulant.attention.inputs import Keywords, Window, prepare
+from cumulant.attention.sinks import attended
 from cumulant.distributed.sharded import ShardedKeys
 
 __all__ = ["attend"]
@@ -24,6 +22,9 @@ def attend(
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     window: Window | None = None,
+    softcap: float | None = None,
+    sink: float | Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Attended:
     """Attention with its calculus: G, mean, entropy, variances, every derivative.
 
@@ -34,8 +35,8 @@ def attend(
     Args:
         query: ``(*batch, M, d)``.
         key: ``(*batch, N, d)``, or `cumulant.distributed.ShardedKeys`, which have the values.
-        value: ``(*batch, N, e)``; the keys themselves if left out, so that ``mean`` is the
-            gradient of G in scale * query.
+        value: ``(*batch, N, e)``; defaults to the keys, so that ``mean`` is the gradient of G in
+            scale * query.
         attn_mask: boolean (True = may attend; the opposite of ``key_padding_mask``) or added to
             the scores (differentiable), exactly, however large: one number added to a whole row
             changes G alone. Broadcasts to ``(*batch, M, N)``, so padding ``(B, N)`` goes in as
@@ -44,13 +45,21 @@ def attend(
             sharded keys ``(*batch, M, n)``: the queries of all ranks against this rank's keys.
         is_causal: query i sees keys j <= i (torch's top-left alignment); not with `attn_mask`.
         scale: number, or tensor that broadcasts to the query, such as ``(heads, 1, 1)``
-            (differentiable); 1/sqrt(d) if left out.
+            (differentiable); the default is 1/sqrt(d).
         enable_gqa: dimension -3 holds heads, and key heads serve groups of query heads.
-        window: (left, right): keys at most so far behind and ahead of the diagonal j = i (or of the
-            causal bias' own diagonal); None is open. Combines with any mask: (None, 0) is causal.
+        window: (left, right): how many keys a query sees behind and ahead of the diagonal j = i (or
+            the causal bias' own diagonal); None is no limit. Combines with any mask: (None, 0) is
+            causal.
+        softcap: c > 0 turns scores s = scale <q, k> into c tanh(s / c), before masks and bias.
+        sink: logit of an extra atom with key 0 and value 0, which takes part in G, the entropy and
+            every other field (see `Attended`): a number, one logit for each head ``(heads,)``, or a
+            tensor that broadcasts to ``(*batch, M)``; differentiable. It is not capped, masked or
+            dropped. With ``queries="sharded"`` it belongs to this rank's queries.
+        dropout_p: probability of dropping a weight of ``mean``, which alone is affected; as in
+            torch it applies whenever given. Not with sharded keys.
 
     Returns:
-        Attended: its fields are computed when asked for. Ask for ``entropy`` first to have it,
+        Attended: its fields are computed on first access. Ask for ``entropy`` first to have it,
         ``mean`` and ``log_normalizer`` in one pass.
 
     Raises:
@@ -62,17 +71,23 @@ def attend(
     >>> a = cm.attend(torch.zeros(1, 2), key)
     >>> a.mean, a.log_normalizer.exp(), a.entropy.exp()
     (tensor([[0.5000, 0.5000]]), tensor([2.]), tensor([2.]))
+    >>> a = cm.attend(torch.zeros(1, 2), key, sink=0.0)  # one more atom of the same weight
+    >>> a.mean, a.log_normalizer.exp()
+    (tensor([[0.3333, 0.3333]]), tensor([3.]))
     """
-    options: dict[str, Any] = {
-        "attn_mask": attn_mask,
-        "is_causal": is_causal,
-        "scale": scale,
-        "enable_gqa": enable_gqa,
-        "window": window,
-    }
+    keywords = Keywords(
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+    )
     if isinstance(key, ShardedKeys):
         from cumulant.attention.sharded import attend_sharded
 
-        return attend_sharded(query, key, options, value)
-    call = prepare("attend", query, key, key if value is None else value, **options)
-    return Attended(Direct(call, values_are_keys=value is None), call.dtype)
+        return attend_sharded(query, key, value, **keywords)
+    call = prepare("attend", query, key, key if value is None else value, **keywords)
+    return attended(call, values_are_keys=value is None)

@@ -1,9 +1,10 @@
-"""`Attended`: what attention knows about each query, and what can answer for it."""
+"""`Attended`: the fields of an attention result, and the protocol of what computes them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept
 
-__all__ = ["FIELDS", "Attended", "Settled", "Source", "column_of"]
+__all__ = ["FIELDS", "Attended", "Field", "Settled", "Source", "column_of"]
 
-FIELDS = (
+Field = Literal[
     "mean",
     "log_normalizer",
     "key_mean",
@@ -21,20 +22,21 @@ FIELDS = (
     "score_mean",
     "score_variance",
     "value_variance",
-)
+]
+FIELDS: tuple[Field, ...] = get_args(Field)
 
 
 class Source(Protocol):
-    """The columns ``(*batch, M, features)`` that fields are made of, in computing precision.
+    """The columns ``(*batch, M, features)`` that fields are made of, in the computing precision.
 
     Attributes:
         shape: of ``mean``.
-        requires_grad: whether a gradient could be asked for.
+        requires_grad: whether anyone can ask for a gradient.
         mean, key_mean, entropy, score_mean, score_variance: the fields.
         lowered: the log-normalizer without `lift`.
-        lift: what was taken off the scores of each query, None if nothing was.
+        lift: what was taken off the scores of each query; None if nothing was.
         value_moments: mean and variance of the values and ``lowered`` side by side, in double
-            precision where there is one.
+            precision where the device has it.
     """
 
     @property
@@ -58,18 +60,18 @@ class Source(Protocol):
     @property
     def value_moments(self) -> Tensor: ...
 
-    def ready(self, name: str) -> None:
+    def ready(self, name: Field) -> None:
         """Raise if the field cannot be computed now; over ranks, wait until all ask for it."""
         ...
 
 
-def column_of(field: str) -> str:
+def column_of(field: Field) -> str:
     """The column that a field is made of."""
     return {"log_normalizer": "lowered", "value_variance": "value_moments"}.get(field, field)
 
 
 class Attended(Lazy):
-    """The tilted measure over keys, one per query: fields are computed when asked for, and kept.
+    """The measure over keys of each query: fields are computed on first access, and kept.
 
     With p(j|i) = exp(scale <q_i, k_j> + bias_ij - G_i) (docs/theory.md, T1, T7, T12):
 
@@ -88,10 +90,18 @@ class Attended(Lazy):
     A query that sees no key has G = -inf and zeros elsewhere. For half-precision input, vectors
     come back in that precision and the scalars in float32.
 
-    Fields record gradients where both `attend` and the field itself are asked for with gradients
-    enabled; looking at one under ``torch.no_grad`` changes no other. Because fields wait until they
-    are asked for, leave the inputs unchanged until then. Results can be used from several threads.
-    A pickled or deeply copied result holds all fields as plain numbers: no inputs and no gradients.
+    With ``softcap`` the score is softcap tanh(scale <q, k> / softcap) throughout, and ``key_mean``
+    is still E[k] but no longer a gradient of G. With a ``sink`` the measure has one more atom: key
+    0, value 0, score 0, the sink's logit as its bias. It takes part in every field: it raises G and
+    the entropy, draws ``mean``, ``key_mean`` and ``score_mean`` toward 0 (``key_mean`` is still the
+    gradient of G), and the variances count its distance from the mean. A query that sees no key
+    then has G = the logit. With ``dropout_p``, ``mean`` alone has weights dropped; all other fields
+    describe the whole measure.
+
+    A field records gradients if they were enabled both in `attend` and when the field is computed;
+    reading one under ``torch.no_grad`` does not affect the others. Because fields are computed on
+    first access, leave the inputs unchanged until then. Results can be used from several threads.
+    A pickled or deeply copied result holds all fields as numbers, without inputs and gradients.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
@@ -156,41 +166,39 @@ class Attended(Lazy):
         return Attended, (settled, self._dtype)
 
 
+@dataclass(frozen=True)
 class Settled:
     """A source that holds its columns as numbers, and nothing they were computed from."""
 
-    def __init__(self, shape: torch.Size, lift: Tensor | None, columns: dict[str, Tensor]) -> None:
-        self.shape = shape
-        self.requires_grad = False
-        self.lift = lift
-        self.mean = columns["mean"]
-        self.lowered = columns["lowered"]
-        self.key_mean = columns["key_mean"]
-        self.entropy = columns["entropy"]
-        self.score_mean = columns["score_mean"]
-        self.score_variance = columns["score_variance"]
-        self.value_moments = columns["value_moments"]
+    shape: torch.Size
+    lift: Tensor | None
+    entropy: Tensor
+    mean: Tensor
+    lowered: Tensor
+    key_mean: Tensor
+    score_mean: Tensor
+    score_variance: Tensor
+    value_moments: Tensor
+    requires_grad: bool = False
 
-    def ready(self, name: str) -> None:
+    def ready(self, name: Field) -> None:
         """Always: nothing is left to compute."""
 
     @classmethod
     def of(cls, source: Source) -> Settled:
-        """All columns of a source, computed now; entropy first, which brings G and the mean."""
+        """All columns of a source, computed now."""
         for name in FIELDS:
             source.ready(name)
-        columns = {
-            "entropy": source.entropy,
-            "mean": source.mean,
-            "lowered": source.lowered,
-            "key_mean": source.key_mean,
-            "score_mean": source.score_mean,
-            "score_variance": source.score_variance,
-            "value_moments": source.value_moments,
-        }
+        entropy = source.entropy.detach()  # first: it brings G and the mean with it
         lift = source.lift
         return cls(
-            source.shape,
-            None if lift is None else lift.detach(),
-            {n: x.detach() for n, x in columns.items()},
+            shape=source.shape,
+            lift=None if lift is None else lift.detach(),
+            entropy=entropy,
+            mean=source.mean.detach(),
+            lowered=source.lowered.detach(),
+            key_mean=source.key_mean.detach(),
+            score_mean=source.score_mean.detach(),
+            score_variance=source.score_variance.detach(),
+            value_moments=source.value_moments.detach(),
         )

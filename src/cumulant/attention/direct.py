@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cumulant.attention.attended import Field
 from cumulant.attention.inputs import Call
 from cumulant.core.lazy import Lazy, Snapshot, kept, known
+from cumulant.core.precision import widest
 from cumulant.distributed.maps import total
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, attention, expectation
@@ -17,10 +19,14 @@ __all__ = ["Direct"]
 
 
 class Direct(Lazy):
-    """The source of a checked call; `Source` says what each column is."""
+    """The source of a checked call, its sink aside; `Source` says what each column is.
+
+    Dropout acts on the mean alone: the other columns belong to the measure with all its weights.
+    """
 
     def __init__(self, call: Call, *, values_are_keys: bool = False) -> None:
         self._call = call
+        self._measure = call.without_dropout() if "seed" in call.arguments else call
         self._values_are_keys = values_are_keys
         self._inputs = Snapshot(call.arguments.values())
 
@@ -35,8 +41,8 @@ class Direct(Lazy):
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._call.arguments.values())
 
-    def ready(self, name: str) -> None:
-        """Refuse a field of inputs that have changed since."""
+    def ready(self, name: Field) -> None:
+        """Refuse a field if an input has changed since."""
         self._inputs.check(name, "an input of attend was")
 
     @kept
@@ -50,7 +56,8 @@ class Direct(Lazy):
 
     def _moments(self) -> Moments:
         """Mean and G as the kernels have them, from the pass for the entropy if there was one."""
-        return known(self, "_with_entropy") or self._plain
+        found: Moments | None = known(self, "_with_entropy")
+        return self._plain if found is None else found
 
     @kept
     def mean(self) -> Tensor:
@@ -69,10 +76,10 @@ class Direct(Lazy):
 
     @kept
     def key_mean(self) -> Tensor:
-        if self._values_are_keys:
+        if self._values_are_keys and self._measure is self._call:
             return self.mean
-        arguments = {**self._call.arguments, "value": self._call.arguments["key"]}
-        mean = attention(arguments, self._call.options).mean
+        call = self._measure
+        mean = attention({**call.arguments, "value": call.arguments["key"]}, call.options).mean
         batch = torch.broadcast_shapes(mean.shape[:-2], self._call.arguments["value"].shape[:-2])
         return self._call.finish(mean.expand(*batch, *mean.shape[-2:]))
 
@@ -85,11 +92,11 @@ class Direct(Lazy):
             without = {**arguments, "value": arguments["value"][..., :0]}
             done = attention(without, replace(self._call.options, entropy=True))
         if done.entropy is None:
-            raise RuntimeError("the kernel was asked for the entropy and did not return it")
+            raise RuntimeError("the kernel did not return the entropy it was asked for")
         return self._call.finish(done.entropy)
 
     def _with_normalizer(self) -> dict[str, Tensor]:
-        arguments = {n: x for n, x in self._call.arguments.items() if n != "value"}
+        arguments = {n: x for n, x in self._measure.arguments.items() if n != "value"}
         return {**arguments, "log_normalizer": self._moments().log_normalizer}
 
     @kept
@@ -112,8 +119,8 @@ class Direct(Lazy):
     def value_moments(self) -> Tensor:
         # E[v^2] - E[v]^2 cancels where a row is peaked: double precision, and values relative to
         # a typical output. Values that are not finite count where they made the mean NaN.
-        arguments, mean = self._call.arguments, self._moments().mean
-        wide = torch.float32 if mean.device.type == "mps" else torch.float64
+        arguments, mean = self._measure.arguments, self._moments().mean
+        wide = widest(mean.device)
         value = arguments["value"].to(wide)
         center = _typical(mean.to(wide), value)
         if (ring := self._call.options.ring) is not None:  # values meet queries of other ranks
@@ -123,7 +130,7 @@ class Direct(Lazy):
         features = value.shape[-1]
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         given["value"] = torch.cat([value, value * value], -1)
-        both, normalizer, _ = attention(given, self._call.options)
+        both, normalizer, _ = attention(given, self._measure.options)
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
         return self._call.finish(
             torch.cat([both[..., :features] + center, variance, normalizer], -1)

@@ -1,4 +1,4 @@
-"""`merge`: results over disjoint key sets brought together, as sharded keys are too."""
+"""`merge`: results over disjoint key sets, joined exactly; sharded keys and sinks use it too."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Attended, Settled, Source, column_of
+from cumulant.attention.attended import Attended, Field, Settled, Source, column_of
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept, known
 from cumulant.kernels.merge import HERE, Parts, Pool
 
 __all__ = ["Joined", "merge"]
 
-# How many parts a stream without gradients holds on to before it turns them into numbers. Settling
-# computes every field, also those that nobody asked for, so it does not happen at every step.
+# How many parts a stream without gradients keeps before it turns them into numbers. That computes
+# every field, also those that nobody asked for, so it does not happen at every step.
 _PARTS = 32
 
 
 class _Pooled(NamedTuple):
-    """Key sets and their shares of the mass; `lift` stays out, because it is common to all."""
+    """Key sets and their shares of the mass; the common `lift` is taken off."""
 
     sets: tuple[Source, ...]
     pool: Pool
@@ -30,17 +30,17 @@ class _Pooled(NamedTuple):
 
 
 class Joined(Lazy):
-    """The columns of all key sets together, from those of the sets at hand.
+    """The columns of all key sets together, from those of the sets in this process.
 
     See docs/theory.md, T1, T7.
 
     Attributes:
-        sets: what columns are joined from.
-        leaves: the sources behind them that are not joined themselves.
+        sets: the sources whose columns are joined.
+        leaves: the sources behind them that are not merges themselves.
     """
 
     def __init__(self, sets: Sequence[Source], parts: Parts = HERE, *, lifted: bool = True) -> None:
-        """`lifted` says that something may have been taken off the scores of some set."""
+        """`lifted`: whether some set, on any rank, may have a lift."""
         self.sets = tuple(sets)
         self.leaves: tuple[Source, ...] = tuple(leaf for x in sets for leaf in _leaves(x))
         self.requires_grad = any(x.requires_grad for x in sets)
@@ -48,7 +48,7 @@ class Joined(Lazy):
         self._lifted = lifted
 
     def flatten(self) -> None:
-        """Let go of the joins behind this one; columns that are known stay known."""
+        """Drop the merges behind this one; columns already computed stay."""
         self.sets = self.leaves
         for key in [key for key in self._kept if key[0] == "_pooled"]:
             self._kept.pop(key, None)
@@ -57,18 +57,19 @@ class Joined(Lazy):
     def shape(self) -> torch.Size:
         return self.sets[0].shape
 
-    def ready(self, name: str) -> None:
-        """Ask each of the sets, unless the column is known."""
+    def ready(self, name: Field) -> None:
+        """Ask each set, unless the column is already computed."""
         if known(self, column_of(name)) is None:
             for each in self.sets:
                 each.ready(name)
 
     def _pool_of(self, sets: tuple[Source, ...], normalizers: Sequence[Tensor]) -> _Pooled:
-        if not self._lifted:
+        found = [each.lift for each in sets]
+        if not self._lifted or (self._parts is HERE and all(x is None for x in found)):
             return _Pooled(sets, Pool(normalizers, self._parts), None)
         lifts = [
-            torch.zeros_like(lowered) if each.lift is None else each.lift
-            for each, lowered in zip(sets, normalizers, strict=True)
+            torch.zeros_like(lowered) if lift is None else lift
+            for lift, lowered in zip(found, normalizers, strict=True)
         ]
         own = [
             lift.masked_fill(lowered == -math.inf, -math.inf)
@@ -93,7 +94,7 @@ class Joined(Lazy):
         return self._pooled.lift
 
     def _mixed(self, pool: Pool, columns: Sequence[Tensor]) -> Tensor:
-        """sum_a w_a x_a. The mass comes in the same sum, and with it what the next merge needs."""
+        """sum_a w_a x_a. The mass comes with the same sum; the next merge will need it."""
         mean = pool.mean(columns)
         _ = self.lowered, self.lift
         return mean
@@ -138,7 +139,7 @@ class Joined(Lazy):
         return torch.cat([center, pool.variance(center, pairs), pool.log_normalizer()], -1)
 
 
-def _one_width(name: str, columns: list[Tensor]) -> list[Tensor]:
+def _one_width(name: Field, columns: list[Tensor]) -> list[Tensor]:
     shapes = [tuple(x.shape) for x in columns]
     for shape in shapes:
         if shape != shapes[0]:
@@ -154,11 +155,11 @@ def _leaves(source: Source) -> tuple[Source, ...]:
 
 
 class Merged(Joined):
-    """Key sets that are all at hand. A chain of merges stays flat, whatever its length.
+    """Key sets that are all in this process. A chain of merges stays flat, however long.
 
-    The result before the last is asked for what it knows already, so a step of a stream costs the
-    same however long the stream is. It knows nothing of the merges behind it: a column that it was
-    never asked for comes from the leaves.
+    Each merge reuses the columns that the previous result has computed, so a step of a stream costs
+    the same however long the stream is. Merges further back are dropped: a column that the previous
+    result has not computed comes from the leaves.
     """
 
     def __init__(self, sets: Sequence[Source]) -> None:
@@ -183,18 +184,19 @@ def merge(first: Attended, *others: Attended) -> Attended:
     by the chain rule, variances by the law of total variance. A KV-cache in chunks, shards of keys
     and streaming are all this.
 
-    A stream can be any length: ``total = merge(total, part)`` costs the same at every step once
-    fields of ``total`` are in use, in time and, where no gradient is recorded, in memory.
+    Streams can be of any length: once fields of ``total`` are in use, each ``total = merge(total,
+    part)`` takes the same time, and the same memory where no gradient is recorded.
 
     Args:
         first: a result of `attend`.
-        others: further results of `attend` for the same queries; no key may be in two of them.
+        others: further results of `attend` for the same queries; no key may be in two of them. A
+            sink counts as a key: give it to one result only.
 
     Returns:
-        Attended: as if all keys had been attended at once, each field joined when asked for.
+        Attended: as if all keys had been attended at once; fields are joined on first access.
 
     Raises:
-        InputError: these are not results for the same queries, or their values differ in width.
+        InputError: the results are not for the same queries, or their values differ in width.
 
     >>> import torch, cumulant as cm
     >>> q, k, v = torch.randn(4, 8), torch.randn(10, 8), torch.randn(10, 3)

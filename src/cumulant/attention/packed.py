@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cumulant.attention.attend import attend
-from cumulant.attention.attended import Attended, Source
+from cumulant.attention.attended import Attended, Field, Source
 from cumulant.attention.inputs import Window
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
@@ -33,7 +32,7 @@ class Packed(Lazy):
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._parts)
 
-    def ready(self, name: str) -> None:
+    def ready(self, name: Field) -> None:
         """Ask each of the sequences."""
         for part in self._parts:
             part.ready(name)
@@ -85,22 +84,26 @@ def attend_packed(
     scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     window: Window | None = None,
+    softcap: float | None = None,
+    sink: float | Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Attended:
     """`attend` for sequences of different lengths packed end to end: none sees another's keys.
 
     Args:
         query: ``(*batch, total, d)``, heads in front of the length (move them there if you come
             from ``(total, heads, d)``); sequence n is ``query_offsets[n]:query_offsets[n + 1]``.
-        key, value: likewise, cut by `key_offsets` (the same as `query_offsets` if left out).
-        query_offsets, key_offsets: cumulative lengths, whole numbers from 0 to the total; a
-            sequence may be empty.
-        is_causal, scale, enable_gqa, window: as in `attend`, for each sequence by itself.
+        key, value: likewise, cut by `key_offsets`, which default to `query_offsets`.
+        query_offsets, key_offsets: cumulative lengths, integers from 0 to the total; a sequence
+            may be empty.
+        is_causal, scale, enable_gqa, window, softcap, sink, dropout_p: as in `attend`, for each
+            sequence by itself; a `sink` of each query is packed like the queries.
 
     Returns:
         Attended: fields of all sequences, end to end.
 
     Raises:
-        InputError: offsets that do not fit the lengths, or what `attend` refuses.
+        InputError: the offsets do not fit the lengths, or `attend` refuses the rest.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(7, 4)
@@ -128,6 +131,7 @@ def attend_packed(
             f"query_offsets and key_offsets must name the same number of sequences, but they name "
             f"{len(rows) - 1} and {len(columns) - 1}."
         )
+    sink_rows = _by_query(sink, query, key)
     parts = [
         attend(
             query[..., a:b, :],
@@ -137,21 +141,31 @@ def attend_packed(
             scale=scale,
             enable_gqa=enable_gqa,
             window=window,
+            softcap=softcap,
+            sink=sink if sink_rows is None else sink_rows[..., a:b],
+            dropout_p=dropout_p,
         )
         for (a, b), (c, d) in zip(pairwise(rows), pairwise(columns), strict=True)
     ]
-
     return Attended(Packed([part._source for part in parts]), parts[0]._dtype)
 
 
+def _by_query(sink: float | Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The sink, if each query has its own; beside a batch, one dimension is that of the heads."""
+    if not isinstance(sink, Tensor) or sink.ndim == 0 or query.shape[-2] == 1:
+        return None
+    of_heads = sink.ndim == 1 and max(query.ndim, key.ndim) > 2
+    return None if of_heads or sink.shape[-1] != query.shape[-2] else sink
+
+
 def _offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
-    given: Any = offsets.tolist() if isinstance(offsets, Tensor) else offsets
-    numbers: list[Any] = list(given) if isinstance(given, list | tuple) else []
-    whole = all(isinstance(x, int) for x in numbers)
-    rising = whole and all(a <= b for a, b in pairwise(numbers))
-    if len(numbers) < 2 or not rising or numbers[0] != 0 or numbers[-1] != total:
+    given: object = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    numbers: list[object] = list(given) if isinstance(given, list | tuple) else []
+    whole = [x for x in numbers if isinstance(x, int)]
+    rising = len(whole) == len(numbers) >= 2 and all(a <= b for a, b in pairwise(whole))
+    if not rising or whole[0] != 0 or whole[-1] != total:
         raise InputError(
-            f"{name} must be whole numbers that rise from 0 to the packed length {total} (the "
-            f"second last dimension), one more than there are sequences; got {str(given)[:60]}."
+            f"{name} must be integers that rise from 0 to the packed length {total} (the "
+            f"second-to-last dimension), one more than there are sequences; got {str(given)[:60]}."
         )
-    return numbers
+    return whole

@@ -32,16 +32,18 @@ def scaled_dot_product_attention(
 
     See docs/theory.md, T12.
 
-    Same arguments, same semantics; where torch's fused kernel applies, it is what runs. Beyond
-    torch: forward mode and derivatives of any order in memory linear in the lengths, gradients of
-    `attn_mask` and of a tensor `scale`, dropout without an M x N array, and rows without keys are
-    zero. An additive mask is added exactly, however large: a row of which every key has the same
-    -1e9 or ``torch.finfo(dtype).min`` is plain attention, as softmax does not change under a shift
-    (T1). There torch's scores are rounded away and its row is the mean of all values; a boolean
-    mask gives zeros in both.
+    Same arguments, same semantics; torch's fused kernel runs where it applies. Beyond torch:
+    forward mode and derivatives of any order in memory linear in the lengths, gradients of
+    `attn_mask` and of a tensor `scale`, dropout without an M x N array, and zeros for rows without
+    keys.
 
-    Jagged nested tensors ``(batch, heads, length, features)`` are taken without `attn_mask` and
-    dropout, and have only the first gradient, which is all that torch's nested tensors support;
+    An additive mask is added exactly, however large: a row with the same -1e9 or
+    ``torch.finfo(dtype).min`` at every key is plain attention, because softmax does not change
+    under a shift (T1). In torch such scores are rounded away, and the row is the mean of all
+    values. A boolean mask gives zeros in both.
+
+    Jagged nested tensors ``(batch, heads, length, features)`` work without `attn_mask` and dropout,
+    and have only the first gradient, which is all that torch's nested tensors support;
     `attend_packed` has the others.
 
     Args:
@@ -51,7 +53,7 @@ def scaled_dot_product_attention(
         attn_mask: boolean (True = may attend) or additive, or a ``torch.nn.attention.bias`` object.
         dropout_p: probability of dropping a weight; as in torch it is applied whenever given.
         is_causal: query i sees keys j <= i.
-        scale: 1/sqrt(d) if left out.
+        scale: defaults to 1/sqrt(d).
         enable_gqa: dimension -3 holds heads, and key heads serve groups of query heads.
 
     Returns:
@@ -70,8 +72,8 @@ def scaled_dot_product_attention(
     if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):  # pyright: ignore[reportUnnecessaryIsInstance]
         if attn_mask is not None or dropout_p:
             raise InputError(
-                "Nested tensors are taken without attn_mask and dropout_p; use is_causal, or "
-                "attend each sequence by itself."
+                "Nested tensors do not go with attn_mask or dropout_p: use is_causal, or attend to "
+                "each sequence by itself."
             )
         return _nested(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     call = prepare(
@@ -88,7 +90,15 @@ def scaled_dot_product_attention(
     return call.finish(attention(call.arguments, call.options).mean).to(call.dtype)
 
 
-def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def _nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | Tensor | None,
+    enable_gqa: bool,
+) -> Tensor:
     """Jagged ``(batch, heads, length, features)``, as torch's own function takes them."""
     parts: list[Tensor] = []
     offsets: list[Tensor] = []
@@ -112,7 +122,12 @@ def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     if not torch.equal(offsets[1], offsets[2]):
         raise InputError("The sequences of key and value must have the same lengths.")
     out = attend_packed(
-        *parts, query_offsets=offsets[0], key_offsets=offsets[1], **options
+        *parts,
+        query_offsets=offsets[0],
+        key_offsets=offsets[1],
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
     ).mean.transpose(0, 1)
     return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
 
@@ -120,16 +135,18 @@ def _nested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
 def sdpa_replaced() -> Scope[None]:
     """Within this context, ``F.scaled_dot_product_attention`` is ours, in this thread or task.
 
-    One line gives an existing model's attention forward mode and higher derivatives. This is the
-    narrow form: torch's norms stay torch's, and differentiating their tangents again gives wrong
-    numbers; `differentiable` replaces both. It covers whatever calls
-    the function through ``torch.nn.functional``: ``nn.MultiheadAttention``,
-    ``nn.TransformerEncoder`` (whose inference shortcut is switched off meanwhile), Hugging Face
-    models with ``attn_implementation="sdpa"``. It nests, contexts may be left in any order, and
-    other threads and tasks keep torch's function; afterwards, also after an exception or Ctrl-C,
-    torch's own is back. Checkpointed parts are recomputed in backward, which must then
-    run inside as well. Not reached: code that imported the function itself by name, and
-    modules after ``torch.compile``, which keep what they were compiled with.
+    One line gives an existing model's attention forward mode and higher derivatives. It replaces
+    attention alone: torch's norms stay torch's, and differentiating their tangents again gives
+    wrong numbers; `differentiable` replaces both.
+
+    It covers whatever calls the function through ``torch.nn.functional``:
+    ``nn.MultiheadAttention``, ``nn.TransformerEncoder`` (whose inference shortcut is switched off
+    inside), Hugging Face models with ``attn_implementation="sdpa"``. It does not reach code that
+    imported the function by name, or modules after ``torch.compile``, which keep what they were
+    compiled with. Checkpointed parts are recomputed in backward, which must then run inside too.
+
+    Contexts nest and may be left in any order; other threads and tasks keep torch's function.
+    Afterwards torch's own is back, also after an exception or Ctrl-C.
 
     >>> import torch, cumulant as cm
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, write_file
 from cumulant.lab.bench.timing import Row, aim, machine, markdown, short
@@ -126,14 +126,9 @@ def _measure(
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
         destination(output)  # before the work, not after it
-    with progress_bar() as progress:
-        task = progress.add_task("measuring", total=None)
-
-        def tick(what: str, total: int) -> None:
-            progress.update(task, description=what, total=total, advance=1)
-
+    with Shown("measuring") as progress:
         try:
-            rows = run(rounds=rounds, quick=quick, tick=tick)
+            rows = run(rounds=rounds, quick=quick, progress=progress)
         except KeyboardInterrupt:
             typer.echo("cumulant: interrupted; nothing was written", err=True)
             raise typer.Exit(130) from None

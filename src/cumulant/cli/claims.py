@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
+from cumulant.core.progress import Progress
 from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
 from cumulant.lab.claims.ledger import select
-from cumulant.lab.claims.record import LEDGER, Keeper, measured, outcome, tally
+from cumulant.lab.claims.record import LEDGER, Keeper, keeper, measured, outcome, tally
 
 STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
 
@@ -24,6 +25,10 @@ def claims(
     only: Annotated[
         list[str] | None,
         typer.Option(help="One claim, T14 or simclr; may be repeated, or given with commas."),
+    ] = None,
+    evidence: Annotated[
+        str | None,
+        typer.Option(help="Only claims that rest on this: identity, simulation or empirical."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small experiments: all of them in a minute.")
@@ -44,38 +49,40 @@ def claims(
     \b
     cumulant claims --quick              all of them, in a minute
     cumulant claims --only T14 --only simclr
+    cumulant claims --evidence empirical only what trained models decide
     cumulant claims -o ledger/           with pictures and a page; some minutes
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
-    With -o an interrupted run goes on where it stopped if the same command is
-    given again. The exit code is 1 if an experiment crashes or departs from the
+    With -o, after an interruption, the same command resumes where the run
+    stopped. The exit code is 1 if an experiment crashes or departs from the
     verdict that is recorded for it.
     """
     from cumulant import __version__
 
-    chosen = select(name for given in only or () for name in given.split(",") if name.strip())
-    if only and not any(name.strip() for given in only for name in given.split(",")):
+    names = [name for given in only or () for name in given.split(",") if name.strip()]
+    if only and not names:
         raise InputError("--only needs the id of a claim, such as T14.")
+    chosen = select(names, evidence=evidence)
+    if not chosen:
+        raise InputError(f"none of the claims named rests on {evidence} evidence.")
     shown = Console(stderr=as_json, highlight=False, emoji=False)
-    keeper = Keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__)
-    if keeper.done:
-        typer.echo(f"cumulant: going on after {count(keeper.done)} in {output}", err=True)
-    with progress_bar() as progress:
-        task = progress.add_task("claims", total=len(chosen))
+    with keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__) as keep:
+        if keep.done:
+            typer.echo(f"cumulant: resuming after {count(keep.done)} in {output}", err=True)
         try:
-            for claim in chosen:
-                progress.update(task, description=f"{claim.id}: {escape(claim.title)}")
-                row = keeper.run(claim)
-                progress.update(task, advance=1)
-                if not as_json:
-                    _tell(progress.console, shown, row)
+            with Shown("claims") as progress:
+                for i, claim in enumerate(chosen):
+                    progress(Progress(i, len(chosen), f"{claim.id}: {claim.title}"))
+                    row = keep.run(claim)
+                    if not as_json:
+                        _tell(progress.console, shown, row)
         except KeyboardInterrupt:
-            typer.echo(f"cumulant: interrupted; {_left(keeper, output)}", err=True)
+            typer.echo(f"cumulant: interrupted; {_left(keep, output)}", err=True)
             raise typer.Exit(130) from None
-    ledger = keeper.finish()
+        ledger = keep.finish()
     if as_json:
         typer.echo(json.dumps(ledger, indent=1, allow_nan=False))
-    _end(ledger["claims"], output, keeper, None if as_json else shown)
+    _end(ledger["claims"], output, keep, None if as_json else shown)
 
 
 def count(n: int) -> str:
@@ -83,12 +90,12 @@ def count(n: int) -> str:
     return f"{n} claim" if n == 1 else f"{n} claims"
 
 
-def _left(keeper: Keeper, output: Path | None) -> str:
+def _left(keep: Keeper, output: Path | None) -> str:
     """What an interrupted run leaves behind."""
     if output is None:
         return "nothing was written"
-    done = f"{keeper.done} of {len(keeper.claims)} claims are kept in {output}"
-    return f"{done}; give the same command again to go on"
+    done = f"{keep.done} of {len(keep.claims)} claims are kept in {output}"
+    return f"{done}; run the same command again to resume"
 
 
 def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
@@ -103,7 +110,7 @@ def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
 
 
 def _end(
-    rows: list[dict[str, Any]], output: Path | None, keeper: Keeper, shown: Console | None
+    rows: list[dict[str, Any]], output: Path | None, keep: Keeper, shown: Console | None
 ) -> None:
     """The sum of it, and the exit code."""
     unrun = [row for row in rows if row["not_run"]]
@@ -111,7 +118,7 @@ def _end(
         shown.print(f"\n{count(len(rows))}: {tally(rows)}.")
         if output is not None:
             shown.print(f"The ledger is in {escape(str(output))}: {LEDGER}, ledger.md, figures.")
-    if output is not None and not keeper.pictures:
+    if output is not None and not keep.pictures:
         typer.echo("cumulant: no pictures; they need: pip install 'cumulant[plot]'", err=True)
     if unrun:
         names = ", ".join(row["id"] for row in unrun)

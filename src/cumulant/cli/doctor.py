@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cumulant import __version__
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
+from cumulant.core.progress import Progress
 from cumulant.derivatives import DerivativeReport, check_derivatives
 from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
 
@@ -168,6 +169,12 @@ def _show(report: DerivativeReport) -> None:
             "" if row.error_bar is None else f"{row.error_bar:.1e}",
         )
     Console().print(table)
+    reasons: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.note:
+            reasons.setdefault(f"{row.status}: {row.note}", []).append(row.word)
+    for reason, words in reasons.items():
+        typer.echo(f"{' '.join(words)} {reason}")
     for note in report.notes:
         typer.echo(f"note: {note}")
     for fault in report.faults:
@@ -177,11 +184,10 @@ def _show(report: DerivativeReport) -> None:
 def _torch(order: int, seconds: float, seed: int, output: Path | None, as_json: bool) -> None:
     cases = list(catalog(seed))
     verdicts: list[Verdict] = []
-    with progress_bar() as bar:
-        task = bar.add_task("torch", total=len(cases))
+    with Shown("torch") as progress:
         for verdict in sweep(cases, order=order, seconds=seconds):
             verdicts.append(verdict)
-            bar.update(task, advance=1, description=verdict.name)
+            progress(Progress(len(verdicts), len(cases), verdict.name))
     failing = [v for v in verdicts if not v.ok]
     if output is not None:
         command = f"cumulant doctor --derivatives torch --order {order}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,9 +11,10 @@ import typer
 from torch import Tensor
 
 from cumulant.cli.filter_report import Learned, copy_example, run_again, tell, tell_json
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.figures import need_matplotlib
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
@@ -30,7 +29,6 @@ from cumulant.filtering.smoothing import Smoothed, smooth
 from cumulant.filtering.tables import compared, summarize, table
 
 MOST_AHEAD = 100_000
-PATIENCE = 2.0  # seconds before a bar appears
 
 
 class _Run(NamedTuple):
@@ -186,26 +184,16 @@ def _work(
 ) -> None:
     """Filter, smooth, write, tell."""
     steps: list[Posterior] = []
-    started, bar = time.monotonic(), progress_bar()
-    task = bar.add_task("filtering", total=len(run.series.values))
-
-    def tick(done: int) -> None:
-        if time.monotonic() - started > PATIENCE:
-            bar.start()
-            bar.update(task, completed=done)
-
     try:
-        post = filtered(run.model, run.series.values, collapse, tick, steps)
-        bar.update(task, description="smoothing", completed=0, total=None)
-        later = smooth(run.model, post)
-        future = forecast(post, ahead) if ahead else None
-        found = table(run.series, run.names, post, later, future)
+        with Shown("filtering") as progress:
+            post = filtered(run.model, run.series.values, collapse, progress, steps)
+            progress(Progress(0, None, "smoothing"))
+            later = smooth(run.model, post)
+            future = forecast(post, ahead) if ahead else None
+            found = table(run.series, run.names, post, later, future)
     except KeyboardInterrupt:
-        bar.stop()
         _interrupted(run, steps)
         raise typer.Exit(130) from None
-    finally:
-        bar.stop()
     written = [found.write(run.folder / "filtered.csv")]
     written += copy_example(run.folder) if example else []
     written += _drawn(run, post, later, future) if draw else []
@@ -217,15 +205,14 @@ def _work(
 
 def _fitted(run: _Run, collapse: str | int) -> _Run:
     """The run with the most likely parameters, in the order and by the names of the file."""
-    with progress_bar() as bar:
-        task = bar.add_task("fitting", total=None)
+    with Shown("fitting") as progress:
 
-        def tick(step: int, value: float) -> None:
-            bar.update(task, description=f"fitting: step {step}, log-likelihood {value:.6g}")
+        def show(now: Progress) -> None:
+            progress(replace(now, what=f"fitting: log-likelihood {now.value:.6g}"))
 
         y = run.series.values
         # order_by=False: the names of the file belong to its order.
-        found = fit(run.model, y, collapse=collapse, progress=tick, order_by=False, throw=False)
+        found = fit(run.model, y, collapse=collapse, progress=show, order_by=False, throw=False)
     path = write_model(run.folder / "fitted.toml", found.model, run.names)
     typer.echo(
         f"cumulant: fitted, log-likelihood {found.log_likelihood:.6g} after {found.steps} steps "
@@ -259,7 +246,7 @@ def filtered(
     model: SwitchingLinearGaussian,
     y: Tensor,
     collapse: str | int,
-    tick: Callable[[int], None],
+    progress: ProgressCallback,
     steps: list[Posterior],
 ) -> Posterior:
     """The posterior over all steps, as `filter` gives it; `steps` holds what is done so far."""
@@ -268,12 +255,12 @@ def filtered(
     if not model.state_size:
         first = len(y)  # modes alone: all steps at once take no time
     steps.append(filter(model, y[:first], collapse=collapse))
-    tick(first)
+    progress(Progress(first, len(y)))
     latest = steps[0]
     for t in range(first, len(y)):
         latest = update(latest.latest(), y[t])
         steps.append(latest)
-        tick(t + 1)
+        progress(Progress(t + 1, len(y)))
     return joined(steps)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,15 +12,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.cli.text import as_text
 from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import make_folder, whole_file
 from cumulant.distributed.ranks import Ranks, launched
 from cumulant.lens.examination import Examination, compare
-from cumulant.lens.examining import Progress, examine
-from cumulant.lens.files import ABOUT, plain, unfinished
+from cumulant.lens.examining import examine
+from cumulant.lens.files import plain
 from cumulant.lens.models import load, reason_of
+from cumulant.lens.partial import ABOUT, unfinished
 from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
 
@@ -74,8 +74,8 @@ def lens(
     cumulant lens --file other.txt -o other/ --against essay/
     torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
-    An interrupted run goes on where it stopped if the same command is given
-    again; processes that torchrun started share the texts. Columns are defined
+    After an interruption the same command resumes where the run stopped;
+    processes that torchrun started share the texts. Columns are defined
     in examination.json, in the report and in docs/lens.md.
     """
     fresh = not os.path.exists(output)  # before the processes meet: later, another may have made it
@@ -112,20 +112,10 @@ def _lens(
         folder = make_folder(output)
         before = _stamp(folder)
     shown = Console(stderr=True, quiet=not first)
-    bar = progress_bar()
-    bar.disable = bar.disable or not first
     try:
         with shown.status("loading the model"), shards.together():
             loaded = load(model)
-        with bar as progress:
-            task = progress.add_task("examining", total=None)
-            started = time.monotonic()
-
-            def tick(now: Progress) -> None:
-                speed = now.done / max(1e-9, time.monotonic() - started)
-                label = f"{now.done} texts ({speed:.1f} a second)"
-                progress.update(task, description=label, completed=now.done, total=now.total)
-
+        with Shown("examining", quiet=not first) as progress:
             found = examine(
                 loaded.model,
                 loaded.tokenizer,
@@ -135,7 +125,7 @@ def _lens(
                 windows=windows,
                 folder=folder,
                 notes=loaded.notes,
-                progress=tick,
+                progress=progress,
                 group=ranks,
             )
         if not first:
@@ -181,7 +171,7 @@ def _stamp(folder: Path) -> tuple[int, int] | None:
 def _left(folder: Path, fresh: bool, before: tuple[int, int] | None) -> str:
     """What a run that was stopped leaves behind: its tables, its finished batches, or nothing."""
     if unfinished(folder):
-        return f"what was finished is kept in {folder}; give the same command again to go on"
+        return f"what was finished is kept in {folder}; run the same command again to resume"
     if (now := _stamp(folder)) is not None and now != before:
         return f"the tables are in {folder}, but what comes after them is not complete"
     if fresh:

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from cumulant.cli.claims import count
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
+from cumulant.core.lock import locked
+from cumulant.core.progress import Progress
 from cumulant.lab.claims.record import tally
-from cumulant.lab.report import finish, gather, render
+from cumulant.lab.report import LOCK, finish, gather, render
 from cumulant.pages import ready
 
 PAGE = "report.html"
@@ -39,39 +41,27 @@ def report(
     cumulant report                      some minutes; cumulant-report/report.html
     cumulant report --quick -o look/
 
-    An interrupted run goes on where it stopped if the same command is given again.
+    After an interruption the same command resumes where the run stopped.
     """
     from cumulant import __version__
 
     ready()  # before the work, not after it
     make_folder(output)
-    with progress_bar() as progress:
-        task = progress.add_task("the report", total=None)
-        latest = ""
-
-        def tell(what: str, done: int, total: int) -> None:
-            nonlocal latest
-            part = what.split(":")[0].split(" ")[0]
-            if not progress.console.is_terminal and part != latest:
-                typer.echo(f"cumulant: {what}", err=True)  # somebody may be reading a log
-            latest = part
-            progress.update(task, description=escape(what), completed=done, total=total or None)
-
+    with locked(output / LOCK), Shown("the report") as progress:
         try:
-            parts = gather(output, seed=seed, quick=quick, version=__version__, tell=tell)
-            tell("the page", 0, 0)
-            page = render(parts)
+            parts = gather(output, seed=seed, quick=quick, version=__version__, progress=progress)
+            progress(Progress(0, None, "the page"))
+            write_file(output / PAGE, render(parts))
+            finish(output)
         except KeyboardInterrupt:
             typer.echo(
-                f"cumulant: interrupted; what was finished is kept in {output}; give the same "
-                "command again to go on",
+                f"cumulant: interrupted; finished parts are kept in {output}; run the same command "
+                "again to resume",
                 err=True,
             )
             raise typer.Exit(130) from None
         except OSError as error:
             raise InputError(f"cannot write into {output}: {error.strerror or error}.") from None
-    write_file(output / PAGE, page)
-    finish(output)
     rows = parts.ledger["claims"]
     console = Console(highlight=False, emoji=False)
     console.print(f"{count(len(rows))}: {tally(rows)}.")

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cumulant import dynamics
-from cumulant.cli.progress import progress_bar
+from cumulant.cli.progress import Shown
 from cumulant.core.checks import real
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination
@@ -214,20 +214,13 @@ def simulate(
     pull = _contraction(contraction, x)
     causal = bool(_chosen("is_causal", causal or None, x, False))
     size = x.final.shape[-2] if isinstance(x, dynamics.Trajectory) else x.shape[-2]
-    begun = float(x.times[-1]) if isinstance(x, dynamics.Trajectory) else 0.0
-    with progress_bar() as bar:
-        end = time if time is not None else steps * pace
-        task = bar.add_task(f"{size} points", total=abs(end) or None)
-
-        def advance(t: float) -> None:
-            bar.update(task, completed=abs(t - begun))
-
+    with Shown(f"{size} points") as progress:
         how: dict[str, Any] = {
             "beta": beta,
             "contraction": pull,
             "is_causal": causal,
             "checkpoint": output,
-            "progress": advance,
+            "progress": progress,
         }
         try:
             if time is None:

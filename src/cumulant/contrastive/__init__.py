@@ -1,7 +1,7 @@
 """Contrastive learning: the likelihood of the tilted family (docs/theory.md, T24)."""
 
 from cumulant.contrastive.chunks import encode_in_chunks
-from cumulant.contrastive.info_nce import Contrast, info_nce, nt_xent
+from cumulant.contrastive.info_nce import Contrast, contrast, info_nce, nt_xent
 from cumulant.contrastive.queue import KeyQueue, Temperature
 from cumulant.contrastive.sampled import (
     AliasSampler,
@@ -15,6 +15,7 @@ __all__ = [
     "Contrast",
     "KeyQueue",
     "Temperature",
+    "contrast",
     "encode_in_chunks",
     "info_nce",
     "nce",

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cumulant.contrastive.inputs import (
-    excluded,
-    is_self,
-    vectors,
-    weights,
-)
-from cumulant.contrastive.positives import (
-    Aligned,
-    Listed,
-    Masked,
-    Positives,
-    label_rows,
-    positives_of,
-)
-from cumulant.contrastive.room import Reduce, Room, nothing
+from cumulant.contrastive.call import Call, Reduction, Similarity
+from cumulant.contrastive.group import ContrastiveGroup, Reduce
+from cumulant.contrastive.scores import Scores, both_sides, spread, with_queue
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import as_fact, grad_mode
-from cumulant.kernels.attention import Options, attention
-from cumulant.kernels.merge import Pool, over_ranks
-from cumulant.kernels.potential import both_normalizers, log_normalizer
+from cumulant.core.renamed import renamed
+from cumulant.kernels.merge import Pool
+from cumulant.kernels.potential import log_normalizer
 
-__all__ = ["Contrast", "info_nce", "nt_xent"]
-
-Similarity = Literal["cosine", "dot"]
-Reduction = Literal["mean", "sum", "none"]
+__all__ = ["Contrast", "contrast", "info_nce", "nt_xent"]
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """`info_nce` with its statistics, one of each for every anchor.
+    """The loss of `info_nce` with its statistics, one of each for every anchor.
 
     Attributes:
         loss: reduced as asked for.
@@ -54,73 +37,7 @@ class Contrast:
     effective_negatives: Tensor
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """A checked call: scores are <query, key> + bias, without the pairs that do not count."""
-
-    query: Tensor  # divided by the temperature
-    key: Tensor
-    positives: Positives
-    bias: Tensor | None
-    mask: Tensor | None
-    tags: tuple[Tensor, Tensor] | None
-
-    def arguments(self) -> dict[str, Tensor]:
-        out = {"query": self.query, "key": self.key}
-        if self.bias is not None:
-            out["bias"] = self.bias
-        if self.mask is not None:
-            out["mask"] = self.mask
-        if self.tags is not None:
-            out["query_tag"], out["key_tag"] = self.tags
-        rank = max(x.ndim for x in out.values())
-        return {n: x[(None,) * (rank - x.ndim)] for n, x in out.items()}
-
-    def positive(self) -> Tensor:
-        """The mean score of each anchor's positives, ``(*batch, M)``."""
-        score = (self.query * self.positives.center(self.key)).sum(-1)
-        if self.bias is None:
-            return score
-        column = self.bias.mT.expand(*self.key.shape[:-1], 1)
-        return score + self.positives.center(column)[..., 0]
-
-    def negatives(self) -> _Scores:
-        """The same call without the positives; further keys, from a queue, are nobody's."""
-        if isinstance(self.positives, Masked):
-            others = ~self.positives.mask
-            more = self.key.shape[-2] - others.shape[-1]
-            others = torch.cat([others, others.new_ones(*others.shape[:-1], more)], -1)
-            mask = others if self.mask is None else self.mask & others
-            return replace(self, mask=mask)
-        anchors, keys = self.positives.tags(self.key.device)
-        keys = _untagged(keys, self.key.shape[-2] - keys.shape[-2])
-        return replace(self, tags=_joined(self.tags, (anchors, keys)))
-
-
-def _joined(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor]) -> Any:
-    """Tags side by side: equal in any column is hidden."""
-    if first is None:
-        return second
-
-    def cat(a: Tensor, b: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, b)], -1)
-
-    return cat(first[0], second[0]), cat(first[1], second[1])
-
-
-class _Local(NamedTuple):
-    """What this process brings, checked."""
-
-    query: Tensor
-    key: Tensor
-    queue: Tensor | None
-    kind: torch.dtype
-    bias: Tensor | None
-    queue_bias: Tensor | None
-    labels: list[Tensor] | None
-
-
+@renamed(details="contrast(...)")
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -135,9 +52,8 @@ def info_nce(
     queue: Tensor | None = None,
     in_batch: bool = True,
     reduction: Reduction = "mean",
-    details: bool = False,
     group: Any = None,
-) -> Any:
+) -> Tensor:
     """The contrastive loss -<q, k+>/t + G(q/t), exact, in linear memory, any derivative (T24).
 
     It is the negative log-likelihood of the positive key under the measure over keys tilted by the
@@ -166,7 +82,6 @@ def info_nce(
             for the anchors of this rank.
         in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
         reduction: "mean" over anchors, "sum" or "none".
-        details: also return G, entropy and effective number of negatives, at one more pass or two.
         group: of ranks that train together, such as ``torch.distributed.group.WORLD`` or one
             dimension of a `DeviceMesh`. Anchors and keys are each rank's own, and every anchor
             meets the keys of all ranks: numbers of keys, in `positives` and `exclude`, count those
@@ -177,7 +92,7 @@ def info_nce(
             which DDP adds up (docs/distributed.md).
 
     Returns:
-        The loss, or `Contrast` with `details`. float16 and bfloat16 are computed in float32.
+        The loss; `contrast` returns statistics too. float16 and bfloat16 are computed in float32.
 
     Raises:
         InputError: a temperature that is not positive, a zero vector under cosine, positives that
@@ -191,89 +106,83 @@ def info_nce(
     >>> torch.allclose(cm.contrastive.info_nce(x, x), exact, atol=1e-5)
     True
     """
-    room = Room(group)
+    call = Call(
+        *(query, key, positives, labels, temperature, similarity, symmetric),
+        *(log_weights, exclude, queue, in_batch, reduction),
+    )
+    return _loss(call, ContrastiveGroup(group)).loss
 
-    def local() -> _Local:
-        if reduction not in ("mean", "sum", "none"):
-            raise InputError(f"info_nce: reduction must be mean, sum or none, not {reduction!r}.")
-        if symmetric and (log_weights is not None or queue is not None or not in_batch):
-            raise InputError(
-                "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
-                "in_batch=False have no meaning; call it twice, once for each side."
-            )
-        q, k, extra, kind = vectors(query, key, queue, similarity, temperature, empty=room.shared)
-        bias, extra_bias = weights(log_weights, k, extra)
-        named = None if labels is None else label_rows("info_nce", labels, q, k)
-        return _Local(q, k, extra, kind, bias, extra_bias, named)
 
-    def facts() -> dict[str, int]:
-        return {
-            **grad_mode(),
-            "whether it is symmetric": int(bool(symmetric)),
-            "whether losses are averaged": int(reduction == "mean"),
-            "whether losses are summed": int(reduction == "sum"),
-            "whether similarity is cosine": int(similarity == "cosine"),
-            "whether other anchors' keys count": int(bool(in_batch)),
-            "the value of temperature": _number(temperature),
-            "whether the temperature requires gradients": _learned(temperature),
-            "whether log_weights require gradients": _learned(log_weights),
-            "whether log_weights are given": int(log_weights is not None),
-            "whether labels are given": int(labels is not None),
-        }
+def contrast(
+    query: Tensor,
+    key: Tensor,
+    *,
+    positives: Tensor | None = None,
+    labels: Any = None,
+    temperature: float | Tensor = 0.07,
+    similarity: Similarity = "cosine",
+    symmetric: bool = False,
+    log_weights: Tensor | None = None,
+    exclude: Tensor | Literal["self"] | None = None,
+    queue: Tensor | None = None,
+    in_batch: bool = True,
+    reduction: Reduction = "mean",
+    group: Any = None,
+) -> Contrast:
+    """`info_nce` with the G, the entropy and the effective negatives of each anchor.
 
-    q, k, extra, kind, bias, extra_bias, named = room.enter("info_nce", local, facts)
-    if named is not None:
-        others = named[1].expand(k.shape[:-1])
-        labels = named[0], room.gather(others[..., None])[..., 0]
-    if bias is not None:
-        bias = room.gather(bias.expand(*k.shape[:-2], 1, k.shape[-2]).mT).mT
-    own, k = room.own, room.gather(k)
+    It takes the arguments of `info_nce` and needs one more pass over the keys, or two.
 
-    def scores() -> _Scores:
-        if q.shape[-2] == 0:
-            return _Scores(q, k, Aligned(0, k.shape[-2]), bias, None, None)
-        not_self = is_self(exclude)
-        given = positives_of("info_nce", positives, labels, q, k, not_self=not_self, own=own)
-        if room.shared and symmetric and not isinstance(given, Aligned):
-            raise InputError(
-                "info_nce: symmetric over a group needs key i of a rank to belong to its anchor i; "
-                "leave positives and labels out."
-            )
-        if symmetric:
-            _as_many(q, k, own.stop - own.start)
-        tags, mask = excluded(exclude, given, q, k, first=own.start)
-        made = _Scores(q, k, given, bias, mask, tags)
-        if not in_batch:
-            _check_queue(made, extra)
-        return made
-
-    call = room.checked(scores)
-    reduce = Reduce(room, reduction, kind)
-    if symmetric:
-        loss, normalizer = _both_sides(call, room)
-    elif in_batch:
-        positive = call.positive()
-        call = _with_queue(call, extra, extra_bias)
-        normalizer = log_normalizer(call.arguments())[..., 0]
-        loss = normalizer - positive
+    >>> import torch, cumulant as cm
+    >>> x = torch.eye(4)  # each anchor has one positive and three negatives of one weight
+    >>> cm.contrastive.contrast(x, x).effective_negatives
+    tensor([3., 3., 3., 3.])
+    """
+    call = Call(
+        *(query, key, positives, labels, temperature, similarity, symmetric),
+        *(log_weights, exclude, queue, in_batch, reduction),
+    )
+    made = _loss(call, ContrastiveGroup(group))
+    if call.in_batch:
+        entropy = spread(made.scores).entropy
+        negative, mass = spread(made.scores.negatives())
     else:
-        return _against_queue(call, extra, extra_bias, reduce, details)
-    out = reduce(loss)
-    if not details:
-        return out
-    entropy, _ = _entropy(call)
-    negative, mass = _entropy(call.negatives())
-    effective = negative.exp().masked_fill(mass == -math.inf, 0.0)
-    return Contrast(out, normalizer, entropy, effective)
+        negative, mass = spread(made.scores)
+        both = Pool([made.positive, mass])
+        (surprise,) = both.means(both.surprises([torch.zeros_like(negative), negative]))
+        entropy = both.entropy(surprise)
+    effective = negative.exp().masked_fill(mass == -torch.inf, 0.0)
+    return Contrast(made.loss, made.log_normalizer, entropy, effective)
 
 
-def _learned(x: Any) -> int:
-    return int(isinstance(x, Tensor) and x.requires_grad)
+class _Loss(NamedTuple):
+    """The loss, each anchor's G and positive score, and the scores that G sums over.
+
+    With ``in_batch=False`` these scores are the queue's alone: the positive comes to them.
+    """
+
+    loss: Tensor
+    log_normalizer: Tensor
+    positive: Tensor
+    scores: Scores
 
 
-def _number(x: Any) -> int:
-    """A plain number as ranks compare it; a tensor, which may be learned, is taken as it is."""
-    return 0 if isinstance(x, Tensor) else as_fact(float(x))
+def _loss(call: Call, group: ContrastiveGroup) -> _Loss:
+    scores, queue, queue_bias, kind = call.checked(group)
+    reduce, positive = Reduce(group, call.reduction, kind), scores.positive()
+    if call.symmetric:
+        loss, normalizer = both_sides(scores, group)
+    elif call.in_batch:
+        scores = with_queue(scores, queue, queue_bias)
+        normalizer = log_normalizer(scores.arguments())[..., 0]
+        loss = normalizer - positive
+    else:  # MoCo: each anchor against its own positive and the queue
+        queue = scores.key[..., :0, :] if queue is None else queue  # a rank without anchors
+        scores = Scores(scores.query, queue, scores.positives, queue_bias, None, None)
+        rest = log_normalizer(scores.arguments())[..., 0]
+        normalizer = Pool([positive, rest]).log_normalizer()
+        loss = normalizer - positive
+    return _Loss(reduce(loss), normalizer, positive, scores)
 
 
 def nt_xent(
@@ -290,7 +199,7 @@ def nt_xent(
     >>> bool(cm.contrastive.nt_xent(x, x) < cm.contrastive.nt_xent(x, x.flip(0)))
     True
     """
-    room = Room(group)
+    ranks = ContrastiveGroup(group)
 
     def both() -> tuple[Tensor, Tensor]:
         for name, x in (("first", first), ("second", second)):
@@ -304,101 +213,8 @@ def nt_xent(
         views = torch.cat([first, second])
         return views, views
 
-    views, _ = room.enter("nt_xent", both)
-    partner = torch.arange(len(views), device=views.device).roll(len(first)) + room.own.start
+    views, _ = ranks.enter("nt_xent", both)
+    partner = torch.arange(len(views), device=views.device).roll(len(first)) + ranks.own.start
     return info_nce(
         views, views, positives=partner, temperature=temperature, exclude="self", group=group
     )
-
-
-def _with_queue(call: _Scores, queue: Tensor | None, bias: Tensor | None) -> _Scores:
-    """The same call with more negatives behind the keys; an empty queue adds none."""
-    if queue is None or queue.shape[-2] == 0:
-        return call
-    more = queue.shape[-2]
-    key = torch.cat([call.key, queue.expand(*call.key.shape[:-2], *queue.shape)], -2)
-    own = call.bias
-    if own is not None:
-        other = own.new_zeros(*own.shape[:-1], more) if bias is None else bias
-        own = torch.cat([own, other], -1)
-    mask, tags = call.mask, call.tags
-    if mask is not None:
-        mask = mask.expand(*mask.shape[:-1], call.key.shape[-2])
-        mask = torch.cat([mask, mask.new_ones(*mask.shape[:-1], more)], -1)
-    if tags is not None:
-        tags = (tags[0], _untagged(tags[1], more))
-    return replace(call, key=key, bias=own, mask=mask, tags=tags)
-
-
-def _untagged(tag: Tensor, more: int) -> Tensor:
-    """Tags of the keys, and for so many more one that no query has."""
-    return torch.cat([tag, tag.new_full((*tag.shape[:-2], more, tag.shape[-1]), -2)], -2)
-
-
-def _both_sides(call: _Scores, room: Room) -> tuple[Tensor, Tensor]:
-    """The mean of the losses of anchors and keys, and G of the anchors."""
-    if not room.shared:
-        G, H = (x[..., 0] for x in both_normalizers(call.arguments()))
-        back = (call.key * call.positives.reversed().center(call.query)).sum(-1)
-        return (G - call.positive() + H - back) / 2, G
-    # Here are all keys, but only some of the anchors that their normalizers sum over.
-    if call.query.shape[-2]:
-        rows, columns = both_normalizers(call.arguments())
-    else:
-        rows, columns = call.query[..., :1], nothing(call.query, call.key)
-    whole = Pool([columns], over_ranks(room.ranks, room.rows)).log_normalizer()
-    return (rows + whole)[..., 0] / 2 - call.positive(), rows[..., 0]
-
-
-def _as_many(query: Tensor, key: Tensor, keys: int) -> None:
-    anchors = query.shape[-2]
-    if anchors != keys or query.shape[:-2] != key.shape[:-2]:
-        raise InputError(
-            f"info_nce: symmetric needs as many keys as anchors, but got {anchors} anchors in "
-            f"batches {tuple(query.shape[:-2])} and {keys} keys in batches "
-            f"{tuple(key.shape[:-2])}."
-        )
-
-
-def _check_queue(call: _Scores, queue: Tensor | None) -> None:
-    """What comparing with the queue alone needs."""
-    if queue is None or queue.shape[-2] == 0:
-        raise InputError(
-            "info_nce: in_batch=False compares with the queue alone, but the queue is "
-            + ("missing." if queue is None else "empty; push some keys first.")
-        )
-    one = call.positives
-    if not isinstance(one, Aligned) and not (isinstance(one, Listed) and one.index.shape[-1] == 1):
-        raise InputError("info_nce: in_batch=False takes one positive for each anchor.")
-    if call.tags is not None or call.mask is not None:
-        raise InputError(
-            "info_nce: exclude is about keys of the batch; with in_batch=False leave it."
-        )
-
-
-def _against_queue(
-    call: _Scores, queue: Tensor | None, bias: Tensor | None, reduce: Reduce, details: bool
-) -> Tensor | Contrast:
-    """MoCo: each anchor against its own positive and the queue."""
-    positive = call.positive()
-    queue = call.key[..., :0, :] if queue is None else queue  # a rank without anchors needs none
-    against = _Scores(call.query, queue, call.positives, bias, None, None)
-    if not details:
-        rest = log_normalizer(against.arguments())[..., 0]
-        both = Pool([positive, rest])
-        return reduce(both.log_normalizer() - positive)
-    negative, rest = _entropy(against)
-    both = Pool([positive, rest])
-    (surprise,) = both.means(both.surprises([torch.zeros_like(negative), negative]))
-    normalizer = both.log_normalizer()
-    loss = reduce(normalizer - positive)
-    return Contrast(loss, normalizer, both.entropy(surprise), negative.exp())
-
-
-def _entropy(call: _Scores) -> tuple[Tensor, Tensor]:
-    """Entropy of the weights and G, ``(*batch, M)``."""
-    named = call.arguments()
-    moments = attention({**named, "value": named["key"][..., :0]}, Options(entropy=True))
-    if moments.entropy is None:
-        raise RuntimeError("the kernel was asked for the entropy and did not return it")
-    return moments.entropy[..., 0], moments.log_normalizer[..., 0]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cumulant.contrastive.positives import Positives
-from cumulant.core.checks import HALF, finite, holds, numbers, require
+from cumulant.core.checks import broadcasts_to, finite, holds, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.precision import HALF, widened
 
 _KINDS = (*HALF, torch.float32, torch.float64)
 
@@ -67,7 +68,7 @@ def vectors(
         )
     if queue is not None and queue.ndim != 2:
         raise InputError(f"info_nce: queue must have shape (Q, d), not {tuple(queue.shape)}.")
-    wide = torch.float32 if kind in HALF else kind
+    wide = widened(kind)
     out: list[Tensor] = []
     for name, x in given.items():
         y = finite("info_nce", name, numbers("info_nce", **{name: x.to(wide)})[0][name])
@@ -174,11 +175,7 @@ def excluded(
 
 
 def _shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    try:
-        fits = torch.broadcast_shapes(x.shape, shape) == torch.Size(shape) and x.ndim >= 2
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts_to(x.shape, shape) or x.ndim < 2:
         raise InputError(
             f"info_nce: {name} must have shape {shape}, or broadcast to it, but has "
             f"{tuple(x.shape)}."
@@ -200,11 +197,7 @@ def weights(
             + (f", or {n + more} with the queue" if more else "")
             + f", but have shape {tuple(log_weights.shape)}."
         )
-    try:
-        fits = torch.broadcast_shapes(log_weights.shape[:-1], key.shape[:-2]) == key.shape[:-2]
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts_to(log_weights.shape[:-1], key.shape[:-2]):
         raise InputError(
             f"info_nce: log_weights must broadcast to the batch of the keys, "
             f"{tuple(key.shape[:-2])}, but have {tuple(log_weights.shape[:-1])}."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import require
+from cumulant.core.checks import broadcasts_to, require
 from cumulant.core.errors import InputError
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
 
@@ -347,11 +347,7 @@ def _ranked(labels: Tensor) -> Tensor:
 
 
 def _fits(owner: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    try:
-        good = x.ndim <= len(shape) and torch.broadcast_shapes(x.shape, shape) == torch.Size(shape)
-    except RuntimeError:
-        good = False
-    if not good or x.shape[-1] != shape[-1]:
+    if not broadcasts_to(x.shape, shape) or x.shape[-1] != shape[-1]:
         raise InputError(
             f"{owner}: {name} must have shape {shape}, or one that broadcasts to it, but have "
             f"{tuple(x.shape)}."

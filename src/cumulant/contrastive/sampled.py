@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cumulant.core.checks import finite, numbers, require, whole
+from cumulant.core.checks import broadcasts_to, finite, numbers, require, whole
 from cumulant.core.errors import InputError
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.potential import log_normalizer
@@ -181,13 +181,12 @@ def nce(
         log_p[y] > -math.inf,
         lambda: "nce: the sampler gives a target no chance; data and noise must overlap.",
     )
-    try:
-        c = c.to(q).expand(q.shape[0])[:, None]
-    except RuntimeError:
+    if not broadcasts_to(c.shape, q.shape[:1]):
         raise InputError(
             f"nce: log_normalizer must be a number or one for each of {q.shape[0]} queries, but "
             f"has shape {tuple(c.shape)}."
-        ) from None
+        )
+    c = c.to(q).expand(q.shape[0])[:, None]
 
     def offset(at: Tensor) -> Tensor:
         return c + log_p[at]

@@ -1,29 +1,36 @@
-"""Checks of numbers and parameters that people pass, once, at the public edge."""
+"""Checks of what people pass: numbers, parameters and shapes, once, at the public edge."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.precision import HALF, widened
 
 __all__ = [
+    "HALF",
+    "broadcast",
+    "broadcasts_to",
+    "common_shape",
+    "finite",
     "generator_of",
     "holds",
+    "log_masses",
     "numbers",
+    "positive",
+    "probability",
     "real",
     "require",
     "row_of",
     "symmetric_definite",
     "whole",
 ]
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def holds(condition: Tensor) -> bool | None:
@@ -46,9 +53,9 @@ def _sum_is_finite(x: Tensor) -> bool:
 
 
 def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
-    """Parameters as finite real tensors of one dtype, and whether none was a tensor before.
+    """Parameters as real tensors of one dtype without NaN, and whether none was a tensor before.
 
-    Plain numbers become float64 and later take on the precision of the natural parameters.
+    Plain numbers become float64, and later take the precision of the natural parameters.
     """
     out: dict[str, Tensor] = {}
     for name, x in given.items():
@@ -71,8 +78,7 @@ def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
         kind = tensors[0].dtype
         for x in tensors:
             kind = torch.promote_types(kind, x.dtype)
-        kind = torch.float32 if kind in HALF else kind
-        out = {n: x.to(tensors[0].device, kind) for n, x in out.items()}
+        out = {n: x.to(tensors[0].device, widened(kind)) for n, x in out.items()}
     for name, x in out.items():
         if not _sum_is_finite(x):
             require(~x.isnan(), lambda name=name: f"{owner}: {name} holds NaN.")
@@ -92,7 +98,7 @@ def positive(owner: str, name: str, x: Tensor) -> Tensor:
     """`x`, if it is positive and finite."""
     require(
         (x > 0) & x.isfinite(),
-        lambda: f"{owner}: {name} must be positive and finite; it goes from {_extremes(x)}.",
+        lambda: f"{owner}: {name} must be positive and finite; it ranges from {_extremes(x)}.",
     )
     return x
 
@@ -101,7 +107,7 @@ def probability(owner: str, name: str, x: Tensor) -> Tensor:
     """`x`, if it lies in [0, 1]."""
     require(
         (x >= 0) & (x <= 1),
-        lambda: f"{owner}: {name} must lie in [0, 1]; it goes from {_extremes(x)}.",
+        lambda: f"{owner}: {name} must lie in [0, 1]; it ranges from {_extremes(x)}.",
     )
     return x
 
@@ -114,7 +120,7 @@ def finite(owner: str, name: str, x: Tensor) -> Tensor:
 
 
 def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
-    """A symmetric positive definite matrix ``(..., d, d)``, its two halves averaged."""
+    """A symmetric positive definite matrix ``(..., d, d)``, averaged with its transpose."""
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise InputError(f"{owner}: {name} must be square, (..., d, d), but is {tuple(x.shape)}.")
     tolerance = 1e3 * torch.finfo(x.dtype).eps
@@ -132,7 +138,7 @@ def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
         lambda: (
             f"{owner}: {name} must be positive definite; its smallest eigenvalue is "
             f"{float(torch.linalg.eigvalsh(half.detach()).min()):.3g}. Add a small multiple of "
-            "the identity if it should be."
+            "the identity if this is rounding."
         ),
     )
     return half
@@ -147,35 +153,58 @@ def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:
         )
     require(
         x < float("inf"),
-        lambda: f"{owner}: {name} must be finite or -inf (no weight), not +inf.",
+        lambda: f"{owner}: {name} must be finite or -inf (zero weight), not +inf.",
     )
     require(
         (x > -float("inf")).any(-1),
         lambda: (
-            f"{owner}: all weights are zero ({name} is -inf everywhere); a measure needs some mass."
+            f"{owner}: all weights are zero ({name} is -inf everywhere); at least one must not be."
         ),
     )
     return x
 
 
-def broadcast(owner: str, **shapes: torch.Size | tuple[int, ...]) -> torch.Size:
-    """The common batch shape."""
+def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
+    """The shape that all of these broadcast to, or None where there is none.
+
+    >>> from cumulant.core.checks import common_shape
+    >>> common_shape((3, 1), (4,)), common_shape((3,), (4,))
+    (torch.Size([3, 4]), None)
+    """
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        return torch.broadcast_shapes(*(torch.Size(shape) for shape in shapes))
     except RuntimeError:
+        return None
+
+
+def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of this shape can be expanded to the target, which stays as it is.
+
+    >>> from cumulant.core.checks import broadcasts_to
+    >>> broadcasts_to((3, 1), (2, 3, 4)), broadcasts_to((2, 3, 4), (3, 1))
+    (True, False)
+    """
+    return common_shape(shape, target) == torch.Size(target)
+
+
+def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
+    """The common batch shape, or an error that names the shapes."""
+    common = common_shape(*shapes.values())
+    if common is None:
         told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
-        raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.") from None
+        raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.")
+    return common
 
 
 def whole(owner: str, name: str, value: Any, least: int) -> int:
-    """A whole number, at least so large."""
+    """An integer >= `least`."""
     try:
         truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
         number = -math.inf if truth else operator.index(value)
     except TypeError:
         number = -math.inf
     if number < least:
-        raise InputError(f"{owner}: {name} must be a whole number from {least} on, not {value!r}.")
+        raise InputError(f"{owner}: {name} must be an integer >= {least}, not {value!r}.")
     return int(number)
 
 
@@ -188,7 +217,7 @@ def real(
     most: float = math.inf,
     open_at_least: bool = False,
 ) -> float:
-    """A finite number within bounds."""
+    """A finite number from `least` to `most`; `open_at_least` excludes `least` itself."""
     try:
         out = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -209,6 +238,4 @@ def generator_of(owner: str, seed: Any) -> torch.Generator:
     try:
         return torch.Generator().manual_seed(operator.index(seed))
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise InputError(
-            f"{owner}: seed must be a whole number below 2^63, not {seed!r}."
-        ) from None
+        raise InputError(f"{owner}: seed must be an integer below 2^63, not {seed!r}.") from None

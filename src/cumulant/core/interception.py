@@ -38,6 +38,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import get_overridable_functions
 
 from cumulant.core.errors import InputError
 
@@ -261,6 +262,7 @@ class _Place:
     """An attribute that we hold: what we found there, what we put there, and for whom."""
 
     def __init__(self, patch: _Patch) -> None:
+        get_overridable_functions()  # torch lists its functions once: not with ours among them
         self.owner, self.name = patch.owner, patch.name
         self.found = vars(patch.owner)[patch.name]
         self.holders: tuple[_Patch, ...] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cumulant.core import interception
 from cumulant.derivatives.problem import is_real
 
 __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
@@ -24,7 +26,8 @@ __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
 # Python calls that end the derivative on purpose: they explain a fault but are not one.
 _CUTS = {"detach", "detach_", "item", "tolist", "numpy", "__array__", "__float__", "data"}
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_OURS = (str(Path(__file__).parent), interception.__file__)
+_one_recording = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,13 @@ def is_live(x: Any) -> bool:
 
 
 def _line() -> str:
-    """File and line of the innermost frame outside torch and this package."""
+    """File and line of the innermost frame of f outside torch; none if f is all torch's layers."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HERE)) and not file.startswith(("<string>", "<frozen")):
+        if file.startswith(_OURS[0]) and frame.f_code.co_name == record.__name__:
+            return ""
+        if not file.startswith((_TORCH, *_OURS)) and not file.startswith(("<string>", "<frozen")):
             return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -165,23 +170,35 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def _functions_recorded(recorder: _Recorder) -> Generator[None]:
-    """`autograd.Function` has no hook of torch's; its `apply` is wrapped meanwhile."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """`autograd.Function` has no hook of torch's; what its `apply` calls is wrapped meanwhile.
+
+    Its `apply` itself would not do: ``f = MyFunction.apply`` keeps the one it found.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        function = original.__get__(None, cls)
-        if recorder.depth:
-            return function(*args, **kwargs)
+        run = super(base, cls).apply
+        if recorder.depth or threading.get_ident() != thread:
+            return run(*args, **kwargs)
         name = f"{cls.__module__}.{cls.__qualname__}"
         with torch._C.DisableTorchFunction():  # its parts are no calls of their own
-            recorder.note(name, function, args, kwargs, custom=True)
-            return function(*args, **kwargs)
+            recorder.note(name, cls.apply, args, kwargs, custom=True)
+            return run(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
+    with _one_recording:
+        base.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            del base.apply
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled functions run operator by operator, if there can be any."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording:
@@ -193,7 +210,7 @@ def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording
         hooks.register_module_forward_hook(recorder.leave, always_call=True),
     ]
     try:
-        with torch.enable_grad(), _functions_recorded(recorder), recorder:
+        with torch.enable_grad(), _uncompiled(), _functions_recorded(recorder), recorder:
             run()
     finally:
         for handle in handles:

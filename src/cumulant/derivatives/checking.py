@@ -86,6 +86,9 @@ def check_derivatives(
             faults, notes = find_faults(problem, module, rows, options)
     if problem.left_out:
         notes.append(f"{problem.left_out} outputs are not finite and were left out.")
+    if problem.opaque:
+        kinds = ", ".join(sorted(problem.opaque))
+        notes.append(f"Tensors inside outputs of type {kinds} were not checked: return tensors.")
     if any(row.status == "left out" for row in rows):
         notes.append(f"Stopped after {seconds:g} seconds; pass seconds= for a complete check.")
     return DerivativeReport(rows, tuple(faults), tuple(notes))

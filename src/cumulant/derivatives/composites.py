@@ -1,4 +1,4 @@
-"""torch's norms with every derivative right: layer_norm, batch_norm, instance_norm.
+"""torch's norms with every derivative right: layer_norm, batch_norm, instance_norm, rms_norm.
 
 torch's forward-mode rules for them treat the saved mean and deviation as constants, so
 differentiating a tangent again gives a wrong number; so does a third reverse derivative. Here a
@@ -7,8 +7,10 @@ elsewhere the formula itself,
 
     y = (x - mean) / sqrt(variance + eps) * weight + bias,
 
-whose derivatives torch takes from elementary operators. torch's group_norm and rms_norm are right
-in every mode to third order and need no replacement (``cumulant doctor --derivatives torch``).
+whose derivatives torch takes from elementary operators. torch's group_norm is right in every mode
+to third order and needs no replacement (``cumulant doctor --derivatives torch``). So is rms_norm on
+a CPU, where torch computes it by its formula; GPUs have a fused operator with a rule for forward
+mode of its own, which the formula here passes by.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["batch_norm", "instance_norm", "layer_norm"]
+from cumulant.core.precision import wide
+
+__all__ = ["batch_norm", "instance_norm", "layer_norm", "rms_norm", "transformed"]
 
 Norm = Callable[..., Tensor]
 
 # torch's own, which `differentiable` replaces under these names.
 _layer_norm, _batch_norm, _instance_norm = torch.layer_norm, torch.batch_norm, torch.instance_norm
+_rms_norm = torch.rms_norm
 
 
 class _Fused(torch.autograd.Function):
@@ -60,13 +65,13 @@ class _Fused(torch.autograd.Function):
         return None, None, *out
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether forward mode or a functorch transform may be acting on the inputs."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _norm(fused: Norm, formula: Norm, *tensors: Tensor | None) -> Tensor:
-    if _transformed():
+    if transformed():
         return formula(*tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _Fused.apply(fused, formula, *tensors)  # pyright: ignore[reportReturnType]
@@ -76,11 +81,6 @@ def _norm(fused: Norm, formula: Norm, *tensors: Tensor | None) -> Tensor:
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     centered = x - x.mean(dims, keepdim=True)
     return centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Half precision is summed in float32, as torch does."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -108,13 +108,30 @@ def layer_norm(
         return _layer_norm(x, shape, w, b, eps, torch.backends.cudnn.enabled)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        y = _standardized(_wide(x), tuple(range(-len(shape), 0)), eps)
+        y = _standardized(wide(x), tuple(range(-len(shape), 0)), eps)
         return _affine(y, w, b).to(_result_dtype(x))
 
     fits = bool(shape) and tuple(input.shape[-len(shape) :]) == shape
     if not fits or any(p is not None and tuple(p.shape) != shape for p in (weight, bias)):
         return fused(input, weight, bias)  # which says what does not fit
     return _norm(fused, formula, input, weight, bias)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """``torch.nn.functional.rms_norm`` with every derivative right: x w / sqrt(mean(x^2) + eps)."""
+    shape = tuple(normalized_shape)
+    fits = bool(shape) and tuple(input.shape[-len(shape) :]) == shape
+    if not transformed() or not fits or (weight is not None and tuple(weight.shape) != shape):
+        return _rms_norm(input, shape, weight, eps)
+    x = wide(input)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    square = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+    return _affine(x * (square + eps).rsqrt(), weight, None).to(input.dtype)
 
 
 def batch_norm(
@@ -184,10 +201,10 @@ def _over_batch(
         return torchs(x, w, b, None, None)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        y = _standardized(_wide(x), tuple(d for d in range(first, x.ndim) if d != 1), eps)
+        y = _standardized(wide(x), tuple(d for d in range(first, x.ndim) if d != 1), eps)
         return _affine(y, _per_channel(w, x), _per_channel(b, x)).to(x.dtype)
 
-    if running_mean is not None or running_var is not None or _transformed():
+    if running_mean is not None or running_var is not None or transformed():
         with torch.no_grad():  # torch's own update of the statistics, and its checks
             torchs(input.detach(), weight, bias, running_mean, running_var)
     return _norm(fused, formula, input, weight, bias)

@@ -81,6 +81,11 @@ def _line_derivative(line: Line, order: int, noise: float) -> Difference:
     # Both sides must have settled far below their distance: their error bars are the least sure,
     # and a function with a jump or much noise has no sides to compare.
     kink = 200 * (right_error + left_error) < apart
+    # Central differences of an even function, sqrt(|x|) say, agree on 0 whether or not there is a
+    # derivative. Where the sides settle on nothing, neither has the center.
+    sides = right_error + left_error
+    if not sides <= 0.5 * max(abs(value), abs(right), abs(left)):
+        error = max(error, sides) if sides == sides else math.inf
     return Difference(value, error, kink)
 
 

@@ -73,6 +73,7 @@ class _Search:
             return
         fault = _fault(call, self.failing, self.options)
         if fault is None:
+            self.unseen += self.options.late
             return
         before = self.faults.get(call.name)
         if before is None:

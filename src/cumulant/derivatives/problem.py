@@ -1,9 +1,10 @@
 """A function and its inputs as one scalar function of float64 tensors.
 
 The scalar is <c, y + (y - y0)^2 / 2> with y = f(x), y0 its value at the point and random weights c
-(the square in units of the size of y0). Every output counts, and it is passed on to something
-nonlinear, as in a model: what a wrong gradient does to second derivatives shows. It is pure: the
-seed is set before each call, inputs are cloned (f may write to them), buffers are copied.
+(the square in units of the size of y0, and c in units of one over it). So every output counts, a
+small tensor as much as a large one, and it is passed on to something nonlinear, as in a model: what
+a wrong gradient does to second derivatives shows. It is pure: the seed is set before each call,
+inputs are cloned (f may write to them), buffers are copied.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["Double", "Problem", "is_real", "pose"]
 
 _SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 _NARROW = {"float", "half", "bfloat16"}
+_PLAIN = (Tensor, int, float, complex, str, type(None))
 Outputs = Callable[..., list[Tensor]]
 
 
@@ -60,10 +62,13 @@ def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **renamed: bool
 ) -> Tensor:
     training = renamed.get("train", training)  # as torch.dropout calls it
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
         return input
     kept = torch.rand(input.shape, dtype=torch.float64).to(input.device) >= p
-    return input * (kept / (1 - p) if p < 1.0 else kept)
+    mask = kept / (1 - p) if p < 1.0 else kept
+    return input.mul_(mask) if inplace else input * mask
 
 
 def _is_single(x: Any) -> bool:
@@ -73,6 +78,11 @@ def _is_single(x: Any) -> bool:
 def is_real(x: Any) -> bool:
     """Whether x is a tensor that can be differentiated."""
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _parts(x: Any) -> Any:
+    """Real and imaginary parts of a complex tensor; anything else as it is."""
+    return torch.view_as_real(x.resolve_conj()) if isinstance(x, Tensor) and x.is_complex() else x
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Problem:
         weights: c, one tensor per output, 0 where it is not finite.
         scale: the size of <c, y> without cancellation.
         left_out: how many numbers of the outputs are not finite.
+        opaque: the types of outputs that were not looked into.
     """
 
     outputs: Outputs
@@ -94,6 +105,7 @@ class Problem:
     weights: tuple[Tensor, ...]
     scale: float
     left_out: int
+    opaque: tuple[str, ...]
 
     def scalar(self, *x: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=x[0].device)
@@ -151,9 +163,13 @@ def pose(
     """
     call, point = _pure(f, inputs, parameters, seed, moves)
 
+    opaque: set[str] = set()
+
     def outputs(*x: Tensor) -> list[Tensor]:
         with Double():
-            return [y.double() for y in pytree.tree_leaves(call(*x)) if is_real(y)]
+            leaves = [_parts(y) for y in pytree.tree_leaves(call(*x))]
+            opaque.update(type(y).__name__ for y in leaves if not isinstance(y, _PLAIN))
+            return [y.double() for y in leaves if is_real(y)]
 
     try:
         with torch.no_grad():
@@ -166,7 +182,8 @@ def pose(
         ) from error
     if not first:
         raise InputError(
-            f"{_name(f)} returned no real floating-point tensor; there is nothing to differentiate."
+            f"{_name(f)} returned no floating-point or complex tensor; there is nothing to "
+            "differentiate."
         )
     same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
     if not all(same):
@@ -175,13 +192,16 @@ def pose(
             "so its derivatives cannot be checked. Remove the other source of randomness or state."
         )
     generator = torch.Generator().manual_seed(seed + 1)
-    weights = tuple(_noise(y, generator) * y.isfinite() for y in first)
+    finite = [y.masked_fill(~y.isfinite(), 0.0) for y in first]
+    weights = tuple(
+        _noise(y, generator) * y.isfinite() / _size(y0) for y, y0 in zip(first, finite, strict=True)
+    )
     values = tuple(y.masked_fill(c == 0, 0.0) for c, y in zip(weights, first, strict=True))
     terms = torch.cat([(c * y).flatten() for c, y in zip(weights, values, strict=True)])
     left_out = sum(int((~y.isfinite()).sum()) for y in first)
     if left_out == terms.numel():
         raise InputError(f"{_name(f)} returned no finite number at these inputs; check the inputs.")
-    return Problem(outputs, point, values, weights, float(terms.norm()), left_out)
+    return Problem(outputs, point, values, weights, float(terms.norm()), left_out, tuple(opaque))
 
 
 def _pure(

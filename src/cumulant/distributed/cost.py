@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import FACTS
+from cumulant.distributed.ranks import COMPARED
 
 __all__ = ["Cost", "Step", "Way", "cost", "seconds"]
 
@@ -19,7 +19,7 @@ Way = Literal["replicated", "gather", "ring"]
 Step = Literal["forward", "training step"]
 
 # Ranks compare whole numbers of 8 bytes, once for the call and once for its field.
-_COMPARISONS, _COMPARED = 2, FACTS * 8
+_COMPARISONS, _COMPARED = 2, COMPARED * 8
 
 
 @dataclass(frozen=True)

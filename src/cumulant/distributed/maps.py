@@ -24,7 +24,8 @@ from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import Group, Ranks, describe, grad_mode, shape_of
+from cumulant.distributed.facts import Facts, describe, grad_mode, shape_of
+from cumulant.distributed.ranks import Group, Ranks
 
 __all__ = ["gather", "gather_rows", "largest", "scatter_rows", "spread", "total"]
 
@@ -144,7 +145,7 @@ def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
     else:
         ranks = Ranks(group)
         learned = "whether it requires gradients"
-        ranks.agree("spread", lambda: {**shape_of("spread", x), learned: int(x.requires_grad)})
+        ranks.agree("spread", lambda: {**shape_of("spread", x), learned: x.requires_grad})
     return x if ranks.alone else _apply(ranks, "spread", (), x)
 
 
@@ -159,7 +160,7 @@ def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
 
-    def facts() -> dict[str, int]:
+    def facts() -> Facts:
         if not isinstance(x, Tensor) or x.ndim < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("gather: takes a tensor (..., rows, features).")
         return {**describe(x=x), **grad_mode(), "rows": x.shape[-2]}

@@ -9,37 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import time
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import GroupError, InputError
+from cumulant.distributed.facts import Facts, digest, told
 
-__all__ = [
-    "Group",
-    "Ranks",
-    "Traffic",
-    "as_fact",
-    "carries_tangent",
-    "checksum",
-    "describe",
-    "grad_mode",
-    "launched",
-    "packed",
-    "shape_of",
-    "traffic",
-]
+__all__ = ["Group", "Ranks", "Traffic", "launched", "traffic"]
 
 _T = TypeVar("_T")
 
@@ -52,12 +38,10 @@ _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_
 # Seconds within which processes that were started together must find each other.
 MEETING = 600.0
 
-# So many numbers describe a call when the ranks compare what they were given.
-FACTS = 32
-_KINDS = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
-)
+# What a rank sends before a call: which call, whether it refuses its input, the digest of its
+# facts, and as many numbers as ranks may differ in.
+_DIFFER = 4
+COMPARED = 3 + _DIFFER
 
 
 @dataclass(eq=False)
@@ -102,7 +86,7 @@ def _size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _none(_: object) -> dict[str, int]:
+def _none(_: object) -> Facts:
     return {}
 
 
@@ -274,42 +258,32 @@ class Ranks:
 
     @eager
     def agree(
-        self,
-        what: str,
-        facts: Callable[[], Mapping[str, int]],
-        *,
-        differ: Sequence[str] = (),
+        self, what: str, facts: Callable[[], Facts], *, differ: Sequence[str] = ()
     ) -> dict[str, list[int]]:
         """Compare what the ranks were given before anything is sent that could not be undone.
 
         Args:
             what: the call; all ranks must be in the same one.
-            facts: checks this rank's input and describes it by whole numbers. If it raises, every
-                rank stops: here with that error, elsewhere with one that says so.
-            differ: of these facts, those that need not be equal on all ranks.
+            facts: checks this rank's input and describes it. If it raises, every rank stops: here
+                with that error, elsewhere with one that says so.
+            differ: facts that are integers and need not be equal on all ranks, at most four.
 
         Returns:
-            Each fact of every rank.
+            The facts named by `differ`, one number for each rank.
         """
         error: Exception | None = None
-        given: Mapping[str, int] = {}
+        given: Facts = {}
         try:
             given = facts()
         except Exception as problem:
             error = problem
+        own = [int(given[name]) for name in differ if name in given]  # pyright: ignore[reportArgumentType]
         if self.alone:
             if error is not None:
                 raise error
-            return {name: [number] for name, number in given.items()}
-        if len(given) + 2 > FACTS:
-            raise RuntimeError(f"{what} describes itself by more than {FACTS - 2} numbers")
-        numbers = [zlib.crc32(what.encode()), int(error is not None)]
-        numbers += [max(-(2**63), min(2**63 - 1, x)) for x in given.values()]
-        row = torch.tensor(numbers + [0] * (FACTS - len(numbers)), device=self.device)
-        table = row.new_empty(self.size * FACTS)
-        with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
-            _all_gather(table, row, group=self.group)
-        rows: list[list[int]] = table.reshape(self.size, FACTS).tolist()
+            return {name: [number] for name, number in zip(differ, own, strict=True)}
+        shared = {name: x for name, x in given.items() if name not in differ}
+        rows = self._compared(what, error is not None, digest(shared), own)
         if len({r[0] for r in rows}) > 1:
             calls = ", ".join(f"rank {i} in {x}" for i, x in enumerate(self.objects(what)))
             raise GroupError(
@@ -317,25 +291,46 @@ class Ranks:
                 "same calls in the same order."
             )
         if any(r[1] for r in rows):
-            reasons = self.objects(None if error is None else str(error)[:400])
-            if error is not None:
-                raise error
-            told = "; ".join(f"rank {i}: {x}" for i, x in enumerate(reasons) if x is not None)
-            raise GroupError(
-                f"{what}: another rank refused its input, so nothing was computed here (rank "
-                f"{self.rank}) either. It says: {told}"
-            )
-        found = {name: [r[2 + k] for r in rows] for k, name in enumerate(given)}
-        for name in given:
-            if name not in differ and len(set(found[name])) > 1:
-                parts = (f"{_told(name, x)} on rank {i}" for i, x in enumerate(found[name]))
-                raise InputError(
-                    f"{what}: ranks must agree on {name}, but it is {', '.join(parts)}."
-                )
-        return found
+            self._stopped(what, error)
+        if len({r[2] for r in rows}) > 1:
+            self._differing(what, shared)
+        return {name: [r[3 + k] for r in rows] for k, name in enumerate(differ)}
+
+    def _compared(self, what: str, refused: bool, facts: int, own: list[int]) -> list[list[int]]:
+        """One row of numbers from every rank."""
+        if len(own) > _DIFFER:
+            raise RuntimeError(f"{what} lets ranks differ in more than {_DIFFER} numbers")
+        numbers = [zlib.crc32(what.encode()), int(refused), facts, *own]
+        row = torch.tensor(numbers + [0] * (COMPARED - len(numbers)), device=self.device)
+        table = row.new_empty(self.size * COMPARED)
+        with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
+            _all_gather(table, row, group=self.group)
+        return table.reshape(self.size, COMPARED).tolist()
+
+    def _stopped(self, what: str, error: Exception | None) -> NoReturn:
+        """Some rank has refused its input: each says its own error, or whose it was."""
+        reasons = self.objects(None if error is None else str(error)[:400])
+        if error is not None:
+            raise error
+        said = "; ".join(f"rank {i}: {x}" for i, x in enumerate(reasons) if x is not None)
+        raise GroupError(
+            f"{what}: another rank refused its input, so nothing was computed here (rank "
+            f"{self.rank}) either. It says: {said}"
+        )
+
+    def _differing(self, what: str, shared: Facts) -> NoReturn:
+        """The first fact that differs, with what it is on each rank."""
+        everyone: list[Facts] = self.objects(dict(shared))
+        names = dict.fromkeys(name for facts in everyone for name in facts)
+        for name in names:
+            values = [facts.get(name) for facts in everyone]
+            if len({repr(x) for x in values}) > 1:
+                parts = ", ".join(f"{told(x)} on rank {i}" for i, x in enumerate(values))
+                raise InputError(f"{what}: ranks must agree on {name}, but it is {parts}.")
+        raise InputError(f"{what}: ranks describe their input in different orders.")
 
     def checked(
-        self, what: str, make: Callable[[], _T], facts: Callable[[_T], Mapping[str, int]] = _none
+        self, what: str, make: Callable[[], _T], facts: Callable[[_T], Facts] = _none
     ) -> _T:
         """What `make` returns; if it raises on one rank, every rank stops, as in `agree`.
 
@@ -345,7 +340,7 @@ class Ranks:
             return make()
         made: list[_T] = []
 
-        def check() -> Mapping[str, int]:
+        def check() -> Facts:
             made.append(make())
             return facts(made[0])
 
@@ -367,95 +362,6 @@ class Ranks:
         with self._talking("exchanging facts"):
             dist.all_gather_object(out, given, group=self.group)
         return out
-
-
-def _told(name: str, number: int) -> str:
-    """A fact as people say it."""
-    if name.startswith("dtype"):
-        return str(_KINDS[number]).removeprefix("torch.") if number >= 0 else "a rare one"
-    if name.startswith("the value of"):
-        return f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
-    if name.startswith("whether"):
-        return "yes" if number else "no"
-    return _unpacked(number) if name.startswith(("batch", "shape")) else str(number)
-
-
-def as_fact(number: float) -> int:
-    """A real number as a whole one that stands for it alone."""
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def checksum(numbers: Tensor) -> int:
-    """Whole numbers as one that tells different ones apart."""
-    return zlib.crc32(str(numbers.tolist()).encode())
-
-
-def packed(shape: Sequence[int]) -> int:
-    """A shape as one number that tells different ones apart; a long one as a checksum, negative."""
-    if len(shape) > 3 or max(shape, default=0) >= 2**20:
-        return -1 - zlib.crc32(str(tuple(shape)).encode())
-    out = 1
-    for size in shape:
-        out = out * 2**20 + size
-    return out
-
-
-def _unpacked(number: int) -> str:
-    if number < 0:
-        return f"one of its own (checksum {-1 - number:x})"
-    out: list[int] = []
-    while number > 1:
-        number, size = divmod(number, 2**20)
-        out.append(size)
-    return str(tuple(reversed(out)))
-
-
-def describe(**named: Tensor) -> dict[str, int]:
-    """Facts of tensors that ranks must agree on: dtype, batch, features, who wants derivatives."""
-    facts: dict[str, int] = {}
-    for name, x in named.items():
-        _plain(name, x)
-        facts[f"dtype of {name}"] = _kind(x)
-        facts[f"batch of {name}"] = packed(x.shape[:-2])
-        facts[f"features of {name}"] = x.shape[-1]
-        facts[f"whether {name} requires gradients"] = int(x.requires_grad)
-        facts[f"whether {name} carries a tangent"] = carries_tangent(x)
-    return facts
-
-
-def carries_tangent(x: Tensor) -> int:
-    """1 if it is a dual number; ranks that push tangents forward must do so together."""
-    return int(forward_ad.unpack_dual(x).tangent is not None)
-
-
-def _plain(name: str, x: Tensor) -> None:
-    if hasattr(x, "to_local"):
-        raise InputError(f"{name} is a DTensor: give this rank's own part, such as x.to_local().")
-    if x.layout != torch.strided or x.is_meta:
-        raise InputError(f"{name} must be dense and hold numbers, not {x.layout} on {x.device}.")
-
-
-def _kind(x: Tensor) -> int:
-    return _KINDS.index(x.dtype) if x.dtype in _KINDS else -1 - zlib.crc32(str(x.dtype).encode())
-
-
-def shape_of(what: str, x: Any) -> dict[str, int]:
-    """What must be equal where a tensor is summed over ranks entry by entry."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{what}: takes a real floating-point tensor, not {kind}.")
-    _plain(f"{what}: the tensor", x)
-    return {
-        "dtype": _kind(x),
-        "shape": packed(x.shape),
-        "whether it carries a tangent": carries_tangent(x),
-        **grad_mode(),
-    }
-
-
-def grad_mode() -> dict[str, int]:
-    """Ranks that record gradients must do so together."""
-    return {"whether gradients are computed": int(torch.is_grad_enabled())}
 
 
 def _front(x: Tensor, rows: int) -> Tensor:

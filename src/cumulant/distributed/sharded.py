@@ -7,7 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import Group, Ranks, describe
+from cumulant.distributed.facts import Facts, describe
+from cumulant.distributed.ranks import Group, Ranks
 
 __all__ = ["Route", "ShardedKeys", "cheaper_route"]
 
@@ -57,15 +58,14 @@ class ShardedKeys:
         self.ranks = Ranks(group)
         self.keys, self.values = keys, values
 
-        def facts() -> dict[str, int]:
+        def facts() -> Facts:
             _check(keys, values, queries, route)
             named = {"keys": keys, "values": keys if values is None else values}
             return {
                 **describe(**named),
-                "whether values are keys": int(values is None),
-                "whether queries are sharded": int(queries == "sharded"),
-                "whether the route is a ring": int(route == "ring"),
-                "whether the route is left open": int(route is None),
+                "whether values are keys": values is None,
+                "queries": queries,
+                "route": "chosen by size" if route is None else route,
                 "rows": keys.shape[-2],
             }
 

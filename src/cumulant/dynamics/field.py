@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import broadcast, finite, numbers, require
+from cumulant.core.checks import broadcast, broadcasts_to, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.kernels.attention import Options, attention
@@ -121,11 +121,7 @@ def _number(owner: str, name: str, given: Any, like: Tensor) -> float | Tensor:
         raise InputError(f"{owner}: {name} must be real, but has dtype {given.dtype}.")
     require(given.isfinite(), lambda: f"{owner}: {name} must be finite everywhere.")
     target = (*like.shape[:-1], 1)
-    try:
-        fits = torch.broadcast_shapes(given.shape, target) == target
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts_to(given.shape, target):
         raise InputError(
             f"{owner}: {name} must be a number or broadcast to {target}, one for each point of "
             f"{tuple(like.shape)}, but has shape {tuple(given.shape)}. One for each cloud of a "

@@ -6,13 +6,14 @@ See docs/theory.md, T13, T16, T17.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import real, whole
 from cumulant.core.errors import ConvergenceError, InputError
+from cumulant.core.progress import ProgressCallback
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
@@ -74,7 +75,7 @@ def simulate(
     every: int = 1,
     observables: Observables | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Trajectory:
     """Repeat `step`, and keep what happened.
 
@@ -86,8 +87,9 @@ def simulate(
         every: keep each so many-th state, and the last.
         observables: functions from clouds to ``(*batch,)`` by name; norm, spread and participation
             ratio if left out.
-        checkpoint: an npz file that holds the run so far, also when it is interrupted.
-        progress: called with the time of each state kept.
+        checkpoint: an npz file for the run, written also when it is interrupted or fails; if it is
+            killed, `Trajectory.load` recovers all but the last half minute.
+        progress: called for each state kept, with its time and the last time.
 
     Returns:
         A `Trajectory`, differentiable in x0 and whatever else requires a gradient. A cloud that
@@ -123,6 +125,7 @@ def simulate(
         observables=observables,
         checkpoint=checkpoint,
         progress=progress,
+        end=steps * (call.step_size if isinstance(call.step_size, float) else 1.0),
         earlier=earlier,
         settings={"kind": "simulate", **call.settings},
     )
@@ -158,7 +161,7 @@ def flow(
     atol: float | None = None,
     observables: Observables | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Trajectory:
     """The limit of small steps: x' = Dc(x) attention(x), c the contraction, D its differential.
 
@@ -258,6 +261,7 @@ def flow(
         observables=observables,
         checkpoint=checkpoint,
         progress=progress,
+        end=float(wanted[-1]),
         earlier=earlier,
         settings={"kind": "flow", **call.settings, "step_size": None},
     )

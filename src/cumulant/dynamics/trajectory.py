@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, interrupts_held, whole_file
+from cumulant.core.journal import Journal
+from cumulant.core.lock import locked
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.dynamics import shape
 
 __all__ = ["Observables", "Trajectory", "collect"]
 
 Observables = Mapping[str, Callable[[Tensor], Tensor]]
+
+PERIOD = 30.0  # seconds between two records of a journal
 
 STANDARD: Observables = {
     "norm": shape.norm,
@@ -69,6 +75,16 @@ class Trajectory:
         """The last state."""
         return self.states[-1]
 
+    def _since(self, start: int) -> dict[str, Any]:
+        """All from one time on, for a journal."""
+        seen = {n: x[start:] for n, x in self.observables.items()}
+        return {
+            **vars(self),
+            "times": self.times[start:],
+            "states": self.states[start:],
+            "observables": seen,
+        }
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write an npz file, whole or not at all; `load` reads it back, and so does numpy."""
         arrays = {"times": self.times, "states": self.states, "blow_up_time": self.blow_up_time}
@@ -82,7 +98,14 @@ class Trajectory:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Trajectory:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, or what the checkpoints of a run that was killed hold.
+
+        Raises:
+            InputError: there is no such file, or it is something else.
+        """
+        found = _unfinished(Path(path))
+        if found is not None:
+            return found
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["format"]))
@@ -173,21 +196,22 @@ def collect(
     dtype: torch.dtype,
     observables: Observables | None,
     checkpoint: str | os.PathLike[str] | None,
-    progress: Callable[[float], None] | None,
+    progress: ProgressCallback | None,
+    end: float,
     earlier: Trajectory | None,
     settings: dict[str, Any],
 ) -> Trajectory:
-    """Gather a run, after an earlier one if there is one. With a checkpoint it is on disk every
-    half minute, when it ends, and when it is interrupted or fails."""
+    """Gather a run that lasts until time `end`, after an earlier one if there is one.
+
+    The checkpoint is written when the run ends, fails or is interrupted. For the case that it is
+    killed, a journal beside the file holds all but the last half minute; see `Trajectory.load`.
+    """
     chosen = STANDARD if observables is None else observables
     if not isinstance(chosen, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError("observables must be functions by name: {'name': function}.")
-    if checkpoint is not None:
-        destination(checkpoint)  # before the work, not after it
     got: list[Moment] = []
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     begun = 0.0 if earlier is None else float(earlier.times[-1])
-    saved = time.monotonic()
 
     def so_far() -> Trajectory:
         run = Trajectory(
@@ -199,22 +223,74 @@ def collect(
         )
         return run if earlier is None else _joined(earlier, run, chosen)
 
-    try:
+    with _checkpoints(checkpoint, lambda: so_far() if got else None) as due:
         for moment in moments:
             values = {n: _observed(n, see(moment.state), moment.state) for n, see in chosen.items()}
             for name, value in values.items():
                 seen[name].append(value)
             got.append(moment)
             if progress is not None:
-                progress(moment.time + begun)
-            if checkpoint is not None and time.monotonic() - saved > 30:
-                so_far().save(checkpoint)
-                saved = time.monotonic()
-    finally:
-        if checkpoint is not None and got:
-            with interrupts_held():  # a second Ctrl-C waits until the run is on disk
-                so_far().save(checkpoint)
+                progress(Progress(moment.time + begun, end + begun, "simulating"))
+            due()
     return so_far()
+
+
+@contextmanager
+def _checkpoints(
+    path: str | os.PathLike[str] | None, so_far: Callable[[], Trajectory | None]
+) -> Generator[Callable[[], None]]:
+    """Keep a run: yields what is to be called after each state; writes the file at the end."""
+    if path is None:
+        yield lambda: None
+        return
+    destination(path)  # before the work, not after it
+    with locked(f"{os.fspath(path)}.lock", os.fspath(path)):
+        journal, latest, written = (
+            Journal(_journal_of(path), {"of": "trajectory"}),
+            time.monotonic(),
+            0,
+        )
+        journal.restart()
+
+        def due() -> None:
+            nonlocal latest, written
+            if time.monotonic() - latest > PERIOD and (run := so_far()) is not None:
+                journal.append(run._since(written))
+                latest, written = time.monotonic(), len(run.times)
+
+        try:
+            yield due
+        finally:
+            with interrupts_held():  # a second Ctrl-C waits until the run is on disk
+                if (run := so_far()) is not None:
+                    run.save(path)
+                    journal.rewrite([])
+
+
+def _journal_of(path: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(path)}.journal")
+
+
+def _unfinished(path: Path) -> Trajectory | None:
+    """What a run that was killed had written, unless the file is newer."""
+    place = _journal_of(path)
+    if not place.is_file() or (
+        path.exists() and path.stat().st_mtime_ns > place.stat().st_mtime_ns
+    ):
+        return None
+    journal = Journal(place, {"of": "trajectory"})
+    if not len(journal) or journal.differs:
+        return None
+    parts: list[dict[str, Any]] = list(journal)
+    joined = {n: torch.cat([x[n] for x in parts]) for n in ("times", "states")}
+    names: list[str] = list(parts[0]["observables"])
+    seen = {n: torch.cat([x["observables"][n] for x in parts]) for n in names}
+    return Trajectory(
+        **joined,
+        observables=seen,
+        blow_up_time=parts[-1]["blow_up_time"],
+        settings=parts[-1]["settings"],
+    )
 
 
 def _joined(first: Trajectory, second: Trajectory, chosen: Observables) -> Trajectory:

@@ -7,7 +7,7 @@ The recursion is that of the Gaussian filters; only the messages differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
+from cumulant.core.progress import ProgressCallback
 from cumulant.filtering.frames import PandasLike, labels_of
 from cumulant.filtering.kalman import stationary
 from cumulant.filtering.maps import Map, image_size, member_of, tensors_of
@@ -160,7 +161,7 @@ def filter_conjugate(
     observations: Tensor | PandasLike,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ConjugatePosterior:
     """What the observations say about modes and states, step by step (T26).
 
@@ -171,7 +172,7 @@ def filter_conjugate(
         observations: ``(*batch, T)`` numbers or ``(*batch, T, p)`` vectors; NaN is missing.
         collapse: as for `filter`.
         lengths: length of each series, ``(*batch,)``, if some are shorter than T.
-        progress: called with the number of steps done and T.
+        progress: called after each step.
 
     Returns:
         A `ConjugatePosterior`; differentiable in the parameters of the model.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import overload
 
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,
     filter_conjugate,
@@ -33,7 +33,7 @@ def filter(
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ConjugatePosterior: ...
 
 
@@ -45,7 +45,7 @@ def filter(
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Posterior: ...
 
 
@@ -56,7 +56,7 @@ def filter(
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Posterior | ConjugatePosterior:
     """What the observations say about modes and states, step by step (T25).
 
@@ -71,7 +71,7 @@ def filter(
             ``"exact"``, which keeps all M^T.
         lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         inputs: u, ``(*batch, T, m)``, if the model takes them.
-        progress: called with the number of steps done and T.
+        progress: called after each step.
 
     Returns:
         A `Posterior`, or for a `SwitchingConjugate` a `ConjugatePosterior`; differentiable in the
@@ -111,13 +111,13 @@ def run(
     belief: Belief,
     *,
     alike: bool,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Posterior:
     """All steps of a bank, from a belief on."""
     if stateless(bank):
         found = chain(bank, belief)
         if progress is not None:
-            progress(len(found.step_totals), len(found.step_totals))
+            progress(Progress(len(found.step_totals), len(found.step_totals)))
     else:
         count = bank.observations.shape[-2]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
+from cumulant.core.progress import ProgressCallback
 from cumulant.core.renamed import renamed
 from cumulant.filtering.frames import PandasLike, parameter_frame
 from cumulant.filtering.kalman import inputs_of
@@ -21,7 +22,7 @@ from cumulant.filtering.model_checks import generator_or, series
 from cumulant.filtering.parameters import Free, coordinates
 from cumulant.filtering.recursion import bounded, scheme_of
 from cumulant.filtering.regimes import OrderBy, exchangeable, matched, rising, sorted_by
-from cumulant.filtering.search import Limits, Point, Problem, Progress, em, lbfgs
+from cumulant.filtering.search import Limits, Point, Problem, em, lbfgs
 
 if TYPE_CHECKING:
     from cumulant.filtering.frames import DataFrame
@@ -104,7 +105,7 @@ def fit(
     standard_errors: bool = True,
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     throw: bool = True,
 ) -> Fit:
     """The most likely parameters, by gradients through the filter or by EM.
@@ -134,7 +135,7 @@ def fit(
             model. Either way ``Fit.order`` says which mode became which.
         standard_errors: compute them, from the inverse Hessian and the delta method.
         lengths, inputs: as in `filter`.
-        progress: called after each step with the step and the log-likelihood.
+        progress: called after each step; its value is the log-likelihood.
         throw: raise if the best start did not converge.
 
     Returns:
@@ -190,7 +191,7 @@ def fit(
     return found.status.check("fit", found, found.message) if throw else found
 
 
-def _limits(max_steps: Any, tol: Any, progress: Progress | None) -> Limits:
+def _limits(max_steps: Any, tol: Any, progress: ProgressCallback | None) -> Limits:
     if progress is not None and not callable(progress):
         raise InputError(f"fit: progress must be a function, not {progress!r}.")
     return Limits(

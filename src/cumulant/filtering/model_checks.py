@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import holds, numbers, require
+from cumulant.core.checks import broadcasts_to, holds, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.filtering.frames import is_pandas, values_of
 
@@ -218,13 +218,12 @@ def _cut(owner: str, y: Tensor, lengths: Any) -> Tensor:
     got, _ = numbers(owner, lengths=lengths)
     size = got["lengths"].to(y.device)
     T = y.shape[-2]
-    try:
-        size = size.expand(y.shape[:-2])
-    except RuntimeError:
+    if not broadcasts_to(size.shape, y.shape[:-2]):
         raise InputError(
             f"{owner}: lengths must have one entry for each series, shape {tuple(y.shape[:-2])}, "
             f"not {tuple(size.shape)}."
-        ) from None
+        )
+    size = size.expand(y.shape[:-2])
     require(
         (size == size.round()) & (size >= 1) & (size <= T),
         lambda: f"{owner}: lengths must be integers from 1 to T = {T}.",

@@ -11,7 +11,6 @@ What a message is, only the `Bank` knows: Gaussian moments, or natural parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from cumulant.core.checks import holds
 from cumulant.core.errors import InputError
+from cumulant.core.progress import Progress, ProgressCallback
 
 __all__ = [
     "Bank",
@@ -193,7 +193,7 @@ def steps(
     *,
     alike: bool = False,
     first: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Run:
     """Step after step of the bank's observations, from a belief on.
 
@@ -204,7 +204,7 @@ def steps(
         count: how many steps.
         alike: all modes begin with the same message.
         first: how many steps went before, for what errors say.
-        progress: called with the number of steps done and their count.
+        progress: called after each step.
     """
     kept, modes = belief.log_weights.shape[-2:]
     numbers = sum(x.numel() for x in belief.message) / max(kept, 1)
@@ -217,7 +217,7 @@ def steps(
         totals.append(step.log_likelihood)
         predicted.append(step.log_predicted)
         if progress is not None:
-            progress(t + 1, count)
+            progress(Progress(t + 1, count))
     whole_numbers(torch.stack(totals, -1), first)
     return Run(tuple(beliefs), tuple(totals), tuple(predicted))
 

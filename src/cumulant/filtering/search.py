@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.model import SwitchingLinearGaussian
 from cumulant.filtering.parameters import Coordinates
 from cumulant.filtering.recursion import Scheme
 
-__all__ = ["Limits", "Point", "Problem", "Progress", "em", "lbfgs"]
-
-Progress = Callable[[int, float], None]
+__all__ = ["Limits", "Point", "Problem", "em", "lbfgs"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Limits:
 
     max_steps: int
     tol: float
-    progress: Progress | None = None
+    progress: ProgressCallback | None = None
 
 
 @dataclass
@@ -96,7 +94,7 @@ def lbfgs(problem: Problem, best: Point, limits: Limits) -> None:
         if (done := search.state[point].get("n_iter", 0)) > best.steps:
             best.steps = done
             if limits.progress is not None:
-                limits.progress(done, best.value)
+                limits.progress(Progress(done, None, "fitting", best.value))
         vector = point.detach().to(like).requires_grad_()
         try:
             value = problem.at(vector)
@@ -164,7 +162,7 @@ def em(problem: Problem, best: Point, limits: Limits) -> None:
             model = following
             best.steps += 1
             if limits.progress is not None:
-                limits.progress(best.steps, best.value)
+                limits.progress(Progress(best.steps, None, "fitting", best.value))
     except KeyboardInterrupt:
         best.ended(Code.INTERRUPTED, INTERRUPTED)
     except (InputError, torch.linalg.LinAlgError):

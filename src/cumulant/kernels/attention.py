@@ -187,7 +187,8 @@ def _around(options: Options, ring: Ring, arguments: Named) -> list[Tensor]:
     """The same over the keys of all ranks, block by block."""
     still = {n: x for n, x in arguments.items() if "j" not in INDEX[n]}
     out: list[Tensor] | None = None
-    for block in ring.blocks({n: x for n, x in arguments.items() if n not in still}):
+    moving = {n: x for n, x in arguments.items() if n not in still}
+    for block in ring.blocks(moving, still.get("origin")):
         band = options.band.shifted(block.before - ring.queries_before)
         here = replace(options, band=band, ring=None)
         part = _forward(here, {**still, **block.arguments})
@@ -212,20 +213,34 @@ _KNOWN = frozenset(("log_normalizer", "mean", "entropy", "score_mean"))
 # So many pairs are the most for one strip; thinner ones than 128 rows starve the matrix products.
 _LARGEST_STRIP = 2**22
 
+# Up to this |G| parts of rows are as precise in float32 as whole ones.
+_SMALL_NORMALIZER = 16.0
 
-def _rows(options: Options, grid: tuple[int, int]) -> dict[str, Any]:
-    """How a program is tiled: over whole rows, wherever that costs nothing.
+
+def _rows(options: Options, arguments: Named) -> dict[str, Any]:
+    """How a program is tiled: over whole rows, wherever that costs nothing or precision needs it.
 
     On whole rows every formula makes its own normalizer and means. A strip of rows is attention
     written out densely, as precise as that in every derivative, and depends on nothing it is told.
     In parts of rows (a ring, very many keys) G and the means are arguments like others, and the
-    chain rule goes through them; they are rounded, which shows where scores share a large part.
+    chain rule goes through them; they are rounded, which in float32 shows where G is large.
     """
     if options.ring is not None:
         return {"ring": options.ring}
-    if min(grid[0], 128) * grid[1] > _LARGEST_STRIP:
+    m, n = _grid(arguments)
+    if min(m, 128) * n > _LARGEST_STRIP and _parts_are_precise(arguments["log_normalizer"]):
         return {}
     return {"whole_rows": True, "fixed": _KNOWN}
+
+
+def _parts_are_precise(normalizer: Tensor) -> bool:
+    if normalizer.dtype != torch.float32:
+        return True
+    try:
+        large = (normalizer.abs() > _SMALL_NORMALIZER) & (normalizer != -math.inf)
+        return not bool(large.any())
+    except RuntimeError:  # inside vmap the question has no single answer
+        return False
 
 
 def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Tensor]:
@@ -238,16 +253,16 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
         function=with_scale(partial(formulas.pushforward, rate=options.dropout), options.scale),
         indices={**INDEX, **{"tangent " + n: INDEX[n] for n in tangents}},
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
-        grid=(grid := _grid(arguments)),
+        grid=_grid(arguments),
         band=options.band,
         pull=None if options.ring else partial(_reverse_over_forward, options=options),
-        **_rows(options, grid),
+        **_rows(options, arguments),
     )
     out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
 
 
-def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Arguments | None:
+def _fused_backward(program: Program, arguments: Named, *, options: Options) -> Arguments | None:
     """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
     others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
     if (
@@ -258,7 +273,7 @@ def _fused_backward(program: Program, arguments: Named, *, scale: float) -> Argu
         return None
     if any(arguments[r.name].shape != r.shape for r in program.results):
         return None  # a batch of cotangents for shared arguments
-    return fused.backward(arguments, scale, program.band)
+    return fused.backward(arguments, options.scale, program.band, whole=options.ring is None)
 
 
 def _kept_gradient(program: Program, arguments: Named) -> Arguments | None:
@@ -402,13 +417,13 @@ def pullback(
         results=tuple(
             Result(n, INDEX[n], (shapes or {}).get(n, tuple(arguments[n].shape))) for n in wanted
         ),
-        grid=(grid := _grid(arguments)),
+        grid=_grid(arguments),
         band=options.band,
-        run=partial(_fused_backward, scale=options.scale) if kept is None else _kept_gradient,
+        run=partial(_fused_backward, options=options) if kept is None else _kept_gradient,
         # The shortcuts of second order need whole rows, which a ring never holds.
         pull=None if options.ring else partial(_reverse_over_reverse, options=options),
         push=None if options.ring else partial(_forward_over_reverse, options=options),
-        **_rows(options, grid),
+        **_rows(options, arguments),
     )
     given = {"cotangent " + n: c for n, c in cotangents.items()}
     given |= {"kept " + n: x for n, x in (kept or {}).items()}
@@ -490,13 +505,12 @@ def expectation(
 ) -> Tensor:
     """A further row of `width` per query, given G: one of ``formulas``' functions over tiles."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-    grid = _grid(arguments)
     program = Program(
         function=with_scale(function, options.scale),
         indices=INDEX,
-        results=(Result(name, "i", (*batch, grid[0], width)),),
-        grid=grid,
+        results=(Result(name, "i", (*batch, arguments["query"].shape[-2], width)),),
+        grid=_grid(arguments),
         band=options.band,
-        **_rows(options, grid),
+        **_rows(options, arguments),
     )
     return tile_sum(program, arguments)[name]

@@ -38,6 +38,7 @@ INDEX = {
     "score_mean": "i",
     "broken": "j",
     "center": "",
+    "origin": "",
     "cap": "",
     "marks": "i",
 }

@@ -123,18 +123,53 @@ def _loses_digits(arguments: Named) -> bool:
     normalizer, value = arguments["log_normalizer"], arguments["value"]
     if bool((normalizer.abs() > _LARGE_NORMALIZER).logical_and(normalizer != -math.inf).any()):
         return True
-    some = value[..., :: max(1, value.shape[-2] // 16), :]
-    spread, common = torch.var_mean(some, dim=-2, correction=0)
+    spread, common = torch.var_mean(_some(value), dim=-2, correction=0)
     return bool((common.square().sum(-1) > 4 * spread.sum(-1)).any())
 
 
-def backward(arguments: Named, scale: float, band: Band) -> Arguments | None:
-    """Gradients of the mean alone, by torch's fused operator."""
+def _centered(
+    query: Tensor, key: Tensor, normalizer: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Keys without what they have in common, and G of these keys.
+
+    Weights and gradients are the same. But the operator sums scores in another order here than in
+    the forward pass, so that the rows of ds add up to eps |s| instead of zero, and dq = ds k would
+    be off by that much of the common part.
+    """
+    spread, common = torch.var_mean(_some(key), dim=-2, correction=0, keepdim=True)
+    if not bool((common.square().sum(-1) > spread.sum(-1)).any()):
+        return key, normalizer
+    lowered = normalizer - scale * (query @ common.mT)
+    # Hidden keys may hold anything; then G moves away from zero, and nothing is taken off.
+    sizes = (x.abs().amax(-2, keepdim=True) for x in (lowered, normalizer))
+    low, high = (_over_groups(x, key) for x in sizes)
+    helps = low <= high + 1
+    return key - common.where(helps, 0.0), lowered.where(helps, normalizer)
+
+
+def _over_groups(x: Tensor, key: Tensor) -> Tensor:
+    """The largest over the query heads that share keys."""
+    shared = [d for d in range(key.ndim - 2) if key.shape[d] == 1 < x.shape[d]]
+    return x.amax(shared, keepdim=True) if shared else x
+
+
+def _some(x: Tensor) -> Tensor:
+    """Up to 31 of the rows."""
+    return x[..., :: max(1, x.shape[-2] // 16), :]
+
+
+def backward(arguments: Named, scale: float, band: Band, *, whole: bool = True) -> Arguments | None:
+    """Gradients of the mean alone, by torch's fused operator.
+
+    `whole` says that these are all keys of each query; otherwise rows of ds need not sum to zero.
+    """
     plan = _plan(arguments, band)
     if plan is None or _loses_digits(arguments):
         return None
-    normalizer = arguments["log_normalizer"]
+    key, normalizer = arguments["key"], arguments["log_normalizer"]
     normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    if whole:
+        key, normalizer = _centered(arguments["query"], key, normalizer, scale)
     # Under vmap queries may be a batch where the cotangent is one for all.
     batch = arguments["query"].shape[:-2]
     cotangent, mean, normalizer = (
@@ -144,7 +179,7 @@ def backward(arguments: Named, scale: float, band: Band) -> Arguments | None:
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _heads(cotangent, plan.query),
         _heads(arguments["query"], plan.query),
-        _heads(arguments["key"], plan.key),
+        _heads(key, plan.key),
         _heads(arguments["value"], plan.key),
         _heads(mean, plan.query),
         _heads(normalizer, plan.query).squeeze(-1),
@@ -154,4 +189,6 @@ def backward(arguments: Named, scale: float, band: Band) -> Arguments | None:
         scale=scale,
     )
     names = ("query", "key", "value")
-    return {n: g.reshape(arguments[n].shape) for n, g in zip(names, grads, strict=True)}
+    # torch returns transposed views, and refuses a dual number whose primal is a view with other
+    # strides than its tangent; `.data` is the same memory, but no view.
+    return {n: g.reshape(arguments[n].shape).data for n, g in zip(names, grads, strict=True)}

@@ -35,15 +35,21 @@ class Ring:
     rows: tuple[int, ...]
     queries_before: int
 
-    def blocks(self, moving: Mapping[str, Tensor]) -> Iterator[Block]:
-        """Every rank's block in turn, own first; the next one travels while one is worked on."""
+    def blocks(self, moving: Mapping[str, Tensor], origin: Tensor | None = None) -> Iterator[Block]:
+        """Every rank's block in turn, own first; the next one travels while one is worked on.
+
+        Keys are seen from `origin`, which each rank chooses for its own queries.
+        """
         names, held = list(moving), list(moving.values())
         for step in range(self.ranks.size):
             owner = self._owner(step)
             last = step == self.ranks.size - 1
             coming = None if last else self.ranks.pass_on(held, self.rows[self._owner(step + 1)])
             before = sum(self.rows[:owner])
-            yield Block(dict(zip(names, held, strict=True)), self.rows[owner], before)
+            block = dict(zip(names, held, strict=True))
+            if origin is not None:
+                block["key"] = block["key"] - origin
+            yield Block(block, self.rows[owner], before)
             if coming is not None:
                 held = coming()
 

@@ -1,11 +1,10 @@
-"""The keys with the largest scores of every query, and how many weights hold most of the mass."""
+"""The keys with the largest scores of every query."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from torch import Tensor
 from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
-from cumulant.kernels.formulas import INDEX, with_scale
-from cumulant.kernels.rows import dropped, sort_rows
-from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate, walk
+from cumulant.kernels.formulas import INDEX
+from cumulant.kernels.tiles import walk
 from cumulant.kernels.workspace import Workspace
 
-__all__ = ["Largest", "coverage", "largest"]
+__all__ = ["Largest", "largest"]
 
 
 @dataclass(frozen=True)
@@ -55,36 +53,3 @@ def _best(first: Largest, second: Largest, k: int) -> Largest:
     top = score.topk(k)
     index = torch.cat([first.index, second.index], -1)
     return Largest(top.values, index.gather(-1, top.indices))
-
-
-@eager
-@torch.no_grad()
-def coverage(
-    arguments: Mapping[str, Tensor], options: Options, mass: float
-) -> tuple[Tensor, Tensor]:
-    """The fewest keys whose weights sum to `mass`, and how many keys a query sees.
-
-    Both ``(*batch, M, 1)``; needs ``log_normalizer`` among the arguments.
-    """
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-    m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
-    program = Program(
-        function=with_scale(partial(_coverage, mass=mass), options.scale),
-        indices=INDEX,
-        results=tuple(Result(x, "i", (*batch, m, 1)) for x in ("coverage", "visible")),
-        grid=(m, n),
-        band=options.band,
-        whole_rows=True,
-    )
-    out = evaluate(program, arguments)
-    return out["coverage"].long(), out["visible"].long()
-
-
-def _coverage(tile: Tile, a: Arguments, *, mass: float) -> Arguments:
-    """How many of the largest weights it takes to hold `mass` of the whole (T21), on whole rows."""
-    l_mn = formulas.log_weights(tile, a)
-    visible = formulas.row_sum(l_mn > -math.inf).to(l_mn.dtype)
-    p_mn = sort_rows(tile.work.exp2(l_mn))
-    total = formulas.row_sum(p_mn)
-    count = p_mn.shape[-1] - dropped(p_mn, total * (1 - mass))
-    return {"coverage": count.masked_fill(total == 0, 0).to(p_mn.dtype), "visible": visible}

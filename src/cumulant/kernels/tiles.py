@@ -280,7 +280,8 @@ def _around(program: Program, ring: Ring, arguments: Named) -> Arguments:
     still = {name: x for name, x in arguments.items() if not moves[name]}
     totals: Arguments = {}
     behind: Arguments = {}
-    blocks = ring.blocks({name: x for name, x in arguments.items() if moves[name]})
+    moving = {name: x for name, x in arguments.items() if moves[name]}
+    blocks = ring.blocks(moving, still.get("origin"))
     for step, block in enumerate(blocks):
         here = replace(
             program,

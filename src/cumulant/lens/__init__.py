@@ -1,9 +1,10 @@
 """The lens: what attention does in a real model, as numbers of an exponential family."""
 
+from cumulant.core.progress import Progress
+from cumulant.integrations.transformers import register
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.examination import Examination, compare
-from cumulant.lens.examining import Progress, examine
-from cumulant.lens.interface import register
+from cumulant.lens.examining import examine
 from cumulant.lens.models import load
 from cumulant.lens.observing import observe
 from cumulant.lens.tables import Lens

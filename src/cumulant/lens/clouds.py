@@ -105,7 +105,7 @@ class Cloud:
         return Shape(filled, float(cosines), residual, *_gaussianity(X[~sink]))
 
     def state(self) -> dict[str, Any]:
-        """A plain dict for `torch.save`."""
+        """What was taken in so far, for a journal."""
         return {"sample": self._sample.state(), "residual": self._residual, "texts": self._texts}
 
     def merge(self, state: Mapping[str, Any]) -> None:

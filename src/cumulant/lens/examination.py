@@ -8,24 +8,18 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
 from cumulant.lens.columns import COLUMNS, TABLES
-from cumulant.lens.files import (
-    ABOUT,
-    claimed,
-    finish_move,
-    is_complete,
-    move_in,
-    outdated,
-    part_name,
-    read_table,
-    write_json,
-    write_table,
-)
+from cumulant.lens.files import part_name, read_table, write_json, write_table
+from cumulant.lens.partial import ABOUT, claimed, finish_move, is_complete, move_in, outdated
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
+
+if TYPE_CHECKING:
+    from cumulant.lens.report import ReportData
+    from cumulant.lens.tables import DataFrame
 
 __all__ = ["Examination", "compare"]
 
@@ -51,7 +45,7 @@ class Examination:
     facts: dict[str, Any]
     run: dict[str, Any]
     notes: list[str]
-    tables: dict[str, Any]
+    tables: dict[str, DataFrame]
     shown: list[Any] = field(default_factory=list[Any])
     top: list[Any] = field(default_factory=list[Any])
     folder: Path | None = None
@@ -61,33 +55,33 @@ class Examination:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
         return f"Examination({self.facts.get('name', 'model')}; {sizes})"
 
-    def table(self) -> Any:
+    def table(self) -> DataFrame:
         """One row per (input, layer, head, token); the columns are those of ``COLUMNS``."""
         if "tokens" not in self.tables and self.folder is not None:
             return read_table(self.folder / "tokens.parquet", self.parts)
         return self._table("tokens")
 
-    def heads(self) -> Any:
+    def heads(self) -> DataFrame:
         """One row per (layer, head)."""
         return self._table("heads")
 
-    def layers(self) -> Any:
+    def layers(self) -> DataFrame:
         """One row per transformer block."""
         return self._table("layers")
 
-    def expansions(self) -> Any:
+    def expansions(self) -> DataFrame:
         """Quantiles over token pairs of ``|f(x) - f(y)| / |x - y|``, per sublayer."""
         return self._table("expansions")
 
-    def partition(self) -> Any:
+    def partition(self) -> DataFrame:
         """The partition function of the input embeddings (T31)."""
         return self._table("partition")
 
-    def inputs(self) -> Any:
+    def inputs(self) -> DataFrame:
         """One row per input: the text's name and how many tokens it has."""
         return self._table("inputs")
 
-    def _table(self, name: str) -> Any:
+    def _table(self, name: str) -> DataFrame:
         """A table; one without rows was not written, and is read back as empty."""
         return self.tables[name] if name in self.tables else pandas().DataFrame()
 
@@ -102,7 +96,7 @@ class Examination:
             with claimed(target) as partial:
                 if partial is not None and is_complete(partial):
                     finish_move(partial, target)
-                # Not the folder of unfinished work: that is for a later run to go on with.
+                # Not the folder of unfinished work: a later run may resume that.
                 own = Path(tempfile.mkdtemp(prefix=".cumulant-saving-", dir=target))
                 (own / "tokens.parquet").mkdir()
                 write_table(self.table(), own / "tokens.parquet" / part_name(0), "tokens")
@@ -116,7 +110,7 @@ class Examination:
         return target
 
     def write_rest(self, folder: Path, parts: int) -> None:
-        """Everything but the table of tokens, which has so many parts."""
+        """Write everything but the table of tokens, which has `parts` parts."""
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
@@ -182,7 +176,7 @@ class Examination:
         destination(target)
         return write_file(target, render(self.report_data()))
 
-    def report_data(self) -> Any:
+    def report_data(self) -> ReportData:
         """What the report shows: all small tables, and the tokens of the texts that are shown."""
         from cumulant.lens.report import ReportData
 
@@ -211,54 +205,52 @@ class Examination:
 def _wrong(about: Any) -> str:
     """What keeps the content of an examination.json from being that; nothing if it is."""
     if not isinstance(about, dict):
-        return "it holds no object"
+        return "it does not hold an object"
     for name, kind in _KINDS.items():
         if not isinstance(about.get(name), kind):  # pyright: ignore[reportUnknownMemberType]
             return f"it has no {name!r}"
     parts: Any = about.get("parts", 1)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return "" if isinstance(parts, int) and parts > 0 else "its 'parts' are no number"
+    return "" if isinstance(parts, int) and parts > 0 else "its 'parts' is not a positive integer"
 
 
-def compare(first: Examination, second: Examination) -> Any:
+def compare(first: Examination, second: Examination) -> DataFrame:
     """Two models, or two texts: one row per statistic and head, or per quarter of the depth.
 
     Where both have the same layers and heads, rows are (layer, head, statistic) with ``first``,
     ``second`` and ``difference``; otherwise medians over the heads of each quarter of the depth.
+
+    Raises:
+        InputError: an argument is no `Examination`, or has no table of heads.
     """
-    for each in (first, second):
-        if not isinstance(each, Examination):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(
-                f"compare takes two examinations, not a {type(each).__name__}: for a folder use "
-                "Examination.load(folder)."
-            )
-    frames = pandas()
-    grids = [x.heads() for x in (first, second)]
-    keys = ["layer", "head"]
-    for each, grid in zip((first, second), grids, strict=True):
-        if not set(keys) <= set(grid.columns):
-            where = "" if each.folder is None else f" in {each.folder / 'heads.parquet'}"
-            raise InputError(f"compare: there is no table of heads{where}; examine again.")
-    same = len(grids[0]) == len(grids[1]) and bool(
-        (grids[0][keys].to_numpy() == grids[1][keys].to_numpy()).all()
-    )
-    numeric = [
-        c
-        for c in grids[0].columns
-        if c in grids[1].columns
-        and c not in keys
-        and frames.api.types.is_numeric_dtype(grids[0][c])
-    ]
-    parts: list[Any] = []
-    for grid in grids:
-        table = grid[[*keys, *numeric]].copy()
-        if not same:
-            depth = table.pop("layer") / max(1, int(grid["layer"].max()) + 1)
-            table = table.drop(columns="head").assign(quarter=(4 * depth).astype(int) + 1)
-            table = table.groupby("quarter", as_index=False).median()
-        index = keys if same else ["quarter"]
-        parts.append(table.melt(index, var_name="statistic", value_name="value"))
-    index = [*(keys if same else ["quarter"]), "statistic"]
-    joined = parts[0].merge(parts[1], on=index, suffixes=("_first", "_second"))
+    tables, keys = [_heads_of(x) for x in (first, second)], ["layer", "head"]
+    if tables[0][keys].to_numpy().tolist() != tables[1][keys].to_numpy().tolist():
+        tables, keys = [_quarters(x) for x in tables], ["quarter"]
+    is_number = pandas().api.types.is_numeric_dtype
+    shared = [c for c in tables[0].columns if c in tables[1].columns and c not in keys]
+    numeric = [c for c in shared if is_number(tables[0][c])]
+    long = [x.melt(keys, numeric, "statistic", "value") for x in tables]
+    joined = long[0].merge(long[1], on=[*keys, "statistic"], suffixes=("_first", "_second"))
     joined = joined.rename(columns={"value_first": "first", "value_second": "second"})
     joined = joined.dropna(subset=["first", "second"], ignore_index=True)
     return joined.assign(difference=joined["second"] - joined["first"])
+
+
+def _heads_of(examination: Examination) -> DataFrame:
+    if not isinstance(examination, Examination):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f"compare takes two examinations, not a {type(examination).__name__}: for a folder use "
+            "Examination.load(folder)."
+        )
+    heads, folder = examination.heads(), examination.folder
+    if not {"layer", "head"} <= set(heads.columns):
+        where = "" if folder is None else f" in {folder / 'heads.parquet'}"
+        raise InputError(f"compare: there is no table of heads{where}; examine again.")
+    return heads
+
+
+def _quarters(heads: DataFrame) -> DataFrame:
+    """Medians over the heads of each quarter of the depth."""
+    layers: Any = heads["layer"]
+    quarter = 4 * layers // max(1, int(layers.max()) + 1) + 1
+    heads = heads.drop(columns=["layer", "head"]).assign(quarter=quarter)
+    return heads.groupby("quarter", as_index=False).median(numeric_only=True)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
-from cumulant.lens.calls import AttentionCall
+from cumulant.core.precision import widened
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["Link", "energy_change", "link"]
@@ -55,7 +56,7 @@ def energy_change(call: AttentionCall) -> Tensor:
         second = call.attend(query=after, value=call.key[..., :0].double())
         potential = (second.log_normalizer - first.log_normalizer) / call.scale
     change = (after.square().sum(-1) - query.square().sum(-1)) / 2 - potential
-    kind = torch.promote_types(call.query.dtype, torch.float32)
+    kind = widened(call.query.dtype)
     return change.masked_fill(~change.isfinite(), torch.nan).to(kind)
 
 

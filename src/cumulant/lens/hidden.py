@@ -4,7 +4,7 @@ The *stream* of a block passes through the inputs of its normalizations, unless 
 output of a submodule: then the normalization sits on a branch, as Gemma 2's do. What lies between
 two points of the stream is a sublayer with its residual: attention if an attention call happened on
 the way, feed-forward otherwise. If the block returns the output of its last normalization (BERT),
-the stream goes on from outputs, else from inputs.
+the stream continues from outputs, otherwise from inputs.
 """
 
 from __future__ import annotations
@@ -119,45 +119,69 @@ def maps_of(frame: Frame, end: Point, modules: dict[str, nn.Module]) -> Iterator
     """The sublayers and normalizations of a block that has run, found along its stream."""
     if frame.start is None:
         return
-    cores = {call.name for call in frame.calls}
-    tops = {sublayer_of(name, frame.name, modules) for name in cores}
-    norms = [e for e in frame.events if e.kind == "norm"]
-    stated = [e for e in norms if not e.branch and not _inside(e.name, cores)]
-    post = bool(norms) and norms[-1].after is end and norms[0].before is not frame.start
-    bare = not stated and all(e.before is not frame.start for e in norms)
-    tail, seen = frame.start, set[str]()
+    stream = _Stream(frame, frame.start, end, modules)
     for event in frame.events:
-        before, after = event.before, event.after
         if event.kind == "matrix":
-            seen |= {"matrix"} if _inside(event.name, tops) else {"matrix", "feed_forward"}
+            stream.pass_matrix(event)
         elif event.kind == "enter":
-            # without a norm on the stream (OLMo 2) the feed-forward's input shows where it is
-            attended = seen & {"attention", "cross_attention"} and not _inside(event.name, tops)
-            fresh = all(before is not e.after for e in norms)
-            if bare and attended and fresh and before is not None:
-                yield from _between(tail, before, seen)
-                tail, seen = before, set[str]()
-        elif before is None or after is None:
-            seen.add(event.kind)
+            yield from stream.enter(event)
+        elif event.before is None or event.after is None:
+            stream.seen.add(event.kind)
         else:
-            hidden = event.branch or _inside(event.name, cores)
-            if before is tail or not hidden or _is_sum(before.value, tail.value, frame.outputs):
-                yield from _between(tail, before, seen)
-                seen = seen if before is tail else set[str]()
-                tail = after if post else before
-            elif _inside(event.name, cores):
-                continue  # a norm of queries or keys
-            name = event.name.removeprefix(f"{frame.name}.")
-            yield Map(f"norm:{name}", before.value, after.value)
-    yield from _between(tail, end, seen)
+            yield from stream.normalize(event, event.before, event.after)
+    yield from stream.move(end)
     yield Map("block:", frame.start.value, end.value)
 
 
-def _between(tail: Point, head: Point, seen: set[str]) -> Iterator[Map]:
-    """The sublayer between two points of the stream, if it is one and of one kind."""
-    kinds = seen - {"matrix"} or ({"feed_forward"} if seen else set[str]())
-    if tail is not head and len(kinds) == 1:
-        yield Map(f"{kinds.pop()}:", tail.value, head.value)
+class _Stream:
+    """How far the stream of a block is followed: to `tail`; `seen` has happened since."""
+
+    def __init__(
+        self, frame: Frame, start: Point, end: Point, modules: dict[str, nn.Module]
+    ) -> None:
+        self.frame, self.tail, self.seen = frame, start, set[str]()
+        self._cores = {call.name for call in frame.calls}
+        self._tops = {sublayer_of(name, frame.name, modules) for name in self._cores}
+        self._norms = [e for e in frame.events if e.kind == "norm"]
+        norms = self._norms
+        self._post = bool(norms) and norms[-1].after is end and norms[0].before is not start
+        stated = any(not e.branch and not _inside(e.name, self._cores) for e in norms)
+        self._bare = not stated and all(e.before is not start for e in norms)
+
+    def pass_matrix(self, event: Event) -> None:
+        """Outside the attention sublayer a matrix is the feed-forward's."""
+        self.seen |= {"matrix"} if _inside(event.name, self._tops) else {"matrix", "feed_forward"}
+
+    def enter(self, event: Event) -> Iterator[Map]:
+        """Without a norm on the stream (OLMo 2), the feed-forward's input shows where it is."""
+        attended = self.seen & {"attention", "cross_attention"}
+        if not self._bare or not attended or _inside(event.name, self._tops):
+            return
+        if event.before is not None and all(event.before is not e.after for e in self._norms):
+            yield from self.move(event.before)
+
+    def normalize(self, event: Event, before: Point, after: Point) -> Iterator[Map]:
+        """A normalization, and the sublayer before it if its input is on the stream."""
+        core = _inside(event.name, self._cores)
+        if before is self.tail or not (event.branch or core) or self._sums_to(before):
+            yield from self.move(before)
+            self.tail = after if self._post else before
+        elif core:
+            return  # a norm of queries or keys
+        name = event.name.removeprefix(f"{self.frame.name}.")
+        yield Map(f"norm:{name}", before.value, after.value)
+
+    def move(self, head: Point) -> Iterator[Map]:
+        """To the next point; what lies between is a sublayer, if it is of one kind."""
+        if self.tail is head:
+            return
+        kinds = self.seen - {"matrix"} or ({"feed_forward"} if self.seen else set[str]())
+        if len(kinds) == 1:
+            yield Map(f"{kinds.pop()}:", self.tail.value, head.value)
+        self.tail, self.seen = head, set[str]()
+
+    def _sums_to(self, point: Point) -> bool:
+        return _is_sum(point.value, self.tail.value, self.frame.outputs)
 
 
 def _is_sum(total: Tensor, part: Tensor, outputs: list[tuple[Tensor, int]]) -> bool:
@@ -247,7 +271,7 @@ class Reservoir:
         self.key = torch.cat([self.key, key])[order]
 
     def state(self) -> dict[str, Any]:
-        """A plain dict for `torch.save`."""
+        """What was taken in so far, for a journal."""
         return {"seen": self.seen, "key": self.key, "columns": dict(self.columns)}
 
     def merge(self, state: dict[str, Any]) -> None:
@@ -257,7 +281,7 @@ class Reservoir:
 
 
 def some_pairs(count: int, *, limit: int, seed: int, position: int) -> Tensor:
-    """Pairs i != j of so many tokens, ``(pairs, 2)``: all, or `limit` random ones if fewer."""
+    """Pairs i != j of `count` tokens, ``(pairs, 2)``: all, or `limit` random ones if fewer."""
     if count * (count - 1) // 2 <= limit:
         return torch.triu_indices(count, count, 1).T
     generator = _generator(seed + 1, position)

@@ -71,7 +71,7 @@ class LayerProbe:
             width numbers in all).
         seed: of the samples.
 
-    While it is `attached`, `attention` must be told of every attention call while its block runs. A
+    While it is `attached`, call `attention` for every attention call while its block runs. A
     block that cannot be followed is left out, and `skipped` says why; the model's own run never
     fails.
 
@@ -142,7 +142,7 @@ class LayerProbe:
         return Hook(module, call, after=True)
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Whatever goes wrong in here is no concern of the model's own run."""
+        """Errors of the probe never reach the model's own run."""
         try:
             with torch.no_grad():
                 act()
@@ -157,7 +157,7 @@ class LayerProbe:
     def attention(
         self, module: nn.Module, layer: int, cross: bool, real: Tensor, sink: Tensor
     ) -> None:
-        """Tell of an attention call of `module`, the `layer`-th of the model, as it happens.
+        """Report an attention call of `module`, the `layer`-th of the model, as it happens.
 
         `real` and `sink`, ``(B, T)`` of the queries, mark unpadded tokens and sink tokens.
         """
@@ -230,7 +230,7 @@ class LayerProbe:
         """Measure a block that has run."""
         first = frame.calls[0]
         if not frame.holds(output) or frame.start is None:
-            return self._skip(frame.name, "its states are no tensor of one shape")
+            return self._skip(frame.name, "its states are not one tensor of the shape of its input")
         shape = tuple(frame.start.value.shape[:-1])
         wanted = tuple(first.real.shape) if first.batch_first else tuple(first.real.shape)[::-1]
         if shape != wanted and (1, *shape) != tuple(first.real.shape):
@@ -330,7 +330,7 @@ class LayerProbe:
         return sorted(self._records.values(), key=lambda r: (r.layer, r.module))
 
     def state(self) -> dict[str, Any]:
-        """Everything measured so far, in plain containers and tensors for `torch.save`."""
+        """Everything measured so far, for a journal."""
         blocks = [
             {
                 "layer": record.layer,

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant.attention.calls import AttentionCall, additive_parts
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Effect, Handler, Scope, Setting
-from cumulant.lens.calls import AttentionCall, additive_parts
-from cumulant.lens.interface import call_of, is_eager, register
+from cumulant.integrations.transformers import call_of, is_eager, register
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.recorder import Recorder, Wanted
 from cumulant.lens.stack import is_model

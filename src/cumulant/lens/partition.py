@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
+from cumulant.core.precision import wide
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["partition"]
@@ -41,7 +42,7 @@ def partition(
     Args:
         embeddings: ``(V, D)``.
         radii: positive numbers.
-        directions: so many random ones, the same for all radii.
+        directions: how many random directions, the same for all radii.
         seed: of the directions.
         counts: ``(V,)``, how often each word occurs, to test log p(w) = |v_w|^2 |c|^2 / (2D) +
             const; words that do not occur are left out.
@@ -71,7 +72,7 @@ def partition(
         )
     lengths = [real("partition", "a radius", r, least=0.0, open_at_least=True) for r in radii]
     whole("partition", "directions", directions, 2)
-    vectors = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
+    vectors = wide(vectors.detach())
     center = vectors.mean(0)
     vectors = vectors - center
     squares = vectors.square().sum(1)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
-from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform
 from cumulant.lens.statistics import Positions, Top, statistics, top_keys
 
-__all__ = ["Layer", "Record", "Recorder", "Wanted"]
+__all__ = ["Layer", "Record", "Recorder", "Wanted", "top_of"]
 
 # A token counts as a sink where it is the top key of so many of a layer's queries.
 SINK_SHARE = 0.3
@@ -88,23 +88,21 @@ class Recorder:
         self._ended: dict[str, _Ended] = {}
 
     def state(self) -> dict[str, Any]:
-        """What goes on after an interruption, in plain containers and tensors for `torch.save`."""
+        """What survives an interruption, for a journal."""
         return {
-            "links": {
-                k: [None if x is None else tuple(x) for x in v] for k, v in self.links.items()
-            },
-            "top": {k: tuple(v) for k, v in self.top.items()},
+            "links": {str(layer): links for layer, links in self.links.items()},
+            "top": [[*where, *top] for where, top in self.top.items()],
             "probe": None if self.probe is None else self.probe.state(),
             "next_input": self.next_input,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where another recorder stopped."""
+        """Continue where another recorder stopped."""
         self.links = {
-            k: [None if x is None else Link(*x) for x in v] for k, v in state["links"].items()
+            int(layer): [None if x is None else Link(*x) for x in links]
+            for layer, links in state["links"].items()
         }
-        self.top = {k: Top(*v) for k, v in state["top"].items()}
-        self.next_input = state["next_input"]
+        self.top, self.next_input = top_of(state), state["next_input"]
         self.merge_probe(state)
 
     def merge_probe(self, state: Mapping[str, Any]) -> None:
@@ -282,6 +280,11 @@ class Recorder:
         if past == 0 and call.key.shape[2] >= m:
             return _unhidden(call, batch, call.key.shape[2])[:, :m]
         return torch.ones(batch, past + m, dtype=torch.bool, device=call.query.device)
+
+
+def top_of(state: Mapping[str, Any]) -> dict[tuple[int, int], Top]:
+    """The largest weights, by text and layer, in the state of a recorder."""
+    return {(text, layer): Top(*top) for text, layer, *top in state["top"]}
 
 
 class _Ended(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an examination must remember to go on after an interruption, and to know its own work."""
+"""What an examination must remember to resume after an interruption, and to know its own work."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from cumulant.lens.summary import weights_digest
 from cumulant.lens.texts import Text
 
-__all__ = ["KEPT", "NAMED", "State", "digest_of", "identity"]
+__all__ = ["NAMED", "State", "digest_of", "identity"]
 
-# The file has these: `State`, `identity`, and what `HeadSums` and `Recorder` remember.
-KEPT = ("run", "identity", "sums", "recorder")
-
-# So many notes name a text that was too long.
-NAMED = 5
+NAMED = 5  # notes that name a text that was too long
+FORMAT = 2  # of the records in the journal
 
 
 @dataclass
 class State:
     """What must survive an interruption, beside the tables on disk; it does not grow with them.
 
-    ``digest`` is that of the texts done; ``pieces`` of the chunk that follows are done as well, and
+    ``digest`` is that of the finished texts; ``pieces`` of the next chunk are finished as well, and
     ``ahead`` is the digest with all of that chunk. ``notes`` have the numbers of their texts.
     """
 
@@ -43,11 +40,14 @@ class State:
     shown: list[Any] = field(default_factory=list[Any])
     first: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    def merge(self, other: Mapping[str, Any]) -> None:
+    def __post_init__(self) -> None:
+        self.notes = [(number, note) for number, note in self.notes]  # a journal has lists
+
+    def merge(self, other: State) -> None:
         """Take in the counts and notes of another rank."""
         for name in ("texts", "tokens", "inputs", "overlong"):
-            setattr(self, name, getattr(self, name) + other[name])
-        self.notes = sorted([*self.notes, *other["notes"]])[:NAMED]
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.notes = sorted([*self.notes, *other.notes])[:NAMED]
 
 
 def digest_of(before: str, text: Text) -> str:
@@ -58,11 +58,12 @@ def digest_of(before: str, text: Text) -> str:
 def identity(
     model: nn.Module, tokenizer: Any, name: str, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What must be the same for work to be continued."""
+    """What must be the same for work to be resumed."""
     return {
         "model": name,
         "weights": weights_digest(model),
         **settings,
         "tokenizer": type(tokenizer).__name__,
         "vocabulary": len(tokenizer) if hasattr(tokenizer, "__len__") else None,
+        "format": FORMAT,
     }

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.attention.calls import AttentionCall
+from cumulant.kernels.attention import attention
 from cumulant.kernels.rows import summarize
 from cumulant.kernels.search import largest
-from cumulant.lens.calls import AttentionCall
 
 __all__ = ["Positions", "Top", "statistics", "top_keys"]
 
@@ -46,9 +47,9 @@ def statistics(
     Memory is linear in the lengths. `order` adds k90 and the top key, `spectrum` the leading
     eigenvalue of Cov[k], which takes two dozen further matrix products.
     """
-    prepared = call.prepared()
+    prepared = call.prepared().sink_as_key()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
-    shift = 0 if call.sinks is None else 1  # the sink logit is key 0
+    shift = 0 if call.sinks is None else 1  # the sink is key 0
     if not bool(arguments["key"].isfinite().all()):
         arguments["key"] = _cleaned(arguments["key"], positions.key_token, shift)
     first = (positions.key_token == 0).to(torch.int8).argmax(-1, keepdim=True)
@@ -66,6 +67,8 @@ def statistics(
     arguments["marks"] = marks.reshape(len(marks), *lead, *marks.shape[1:]).to(kind)
     with torch.autocast(call.query.device.type, enabled=False):
         found = summarize(arguments, prepared.options, order=order, spectrum=spectrum)
+    if prepared.lift is not None:
+        found["log_normalizer"] = found["log_normalizer"] + prepared.lift
     found = {name: prepared.finish(x) for name, x in found.items()}
     column = {name: x[..., 0] for name, x in found.items() if name != "marked"}
     own, start, sink = found["marked"].unbind(-1)
@@ -101,14 +104,15 @@ def _cleaned(key: Tensor, key_token: Tensor, shift: int) -> Tensor:
 @torch.no_grad()
 def top_keys(call: AttentionCall, positions: Positions, text: int, *, k: int = 5) -> Top:
     """The `k` largest weights of every real query of a call that holds the one `text`."""
-    prepared = call.prepared()
+    prepared = call.prepared().sink_as_key()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
     shift = 0 if call.sinks is None else 1
     count = min(k, arguments["key"].shape[-2])
     found = largest(arguments, prepared.options, count)
     score, index = (prepared.finish(x)[0] for x in (found.score, found.index))
-    normalizer = call.attend().log_normalizer[0]
-    weight = (score - normalizer.unsqueeze(-1)).exp().nan_to_num(0.0)
+    # Both without the lift.
+    normalizer = prepared.finish(attention(prepared.arguments, prepared.options).log_normalizer)[0]
+    weight = (score - normalizer).exp().nan_to_num(0.0)
     token = positions.key_token[text][(index - shift).clamp_min(0)]
     key = torch.where(index < shift, -1, token)
     real = positions.real[text]

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,12 @@ from cumulant.lens.encoding import embeddings
 from cumulant.lens.partition import partition
 from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
+from cumulant.lens.tables import pandas
 from cumulant.lens.weights import Projections, bilinear, projections
+from cumulant.memory.classes import EDGES, NAMES
+
+if TYPE_CHECKING:
+    from cumulant.lens.tables import DataFrame
 
 __all__ = [
     "HeadSums",
@@ -40,9 +45,8 @@ _MEANS = (
 )
 # k90 / visible is counted in cells (c - 1, c] / CELLS; 1/2, 1/8 and 1/32 are edges of cells.
 CELLS = 8192
-# Of each parameter, so many entries and the sum tell two models apart.
+# Entries of each parameter that, with its sum, identify a model.
 SAMPLED = 1024
-_EDGES = (CELLS // 2, CELLS // 8, CELLS // 32)
 
 
 class HeadSums:
@@ -83,14 +87,14 @@ class HeadSums:
             else:
                 mine[name] = torch.maximum(mine[name], x) if name == "leading" else mine[name] + x
 
-    def state(self) -> dict[int, dict[str, Tensor]]:
-        """Plain containers and tensors, for `torch.save`."""
-        return self._layers
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The sums by layer, for a journal."""
+        return {str(layer): sums for layer, sums in self._layers.items()}
 
-    def merge(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def merge(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take in what another has summed."""
         for layer, sums in state.items():
-            self._join(layer, sums)
+            self._join(int(layer), sums)
 
     def rows(self, layer: Layer) -> list[dict[str, Any]]:
         """The means of each head of a layer."""
@@ -100,8 +104,8 @@ class HeadSums:
         if "cells" in sums:
             cumulative = sums["cells"].cumsum(-1).double()
             middle = (cumulative < cumulative[:, -1:] / 2).sum(-1)
-            code = sum((middle <= edge).long() for edge in _EDGES)
-            columns["class"] = [("I", "II", "III", "IV")[i] for i in torch.as_tensor(code).tolist()]
+            code = sum((middle <= CELLS * edge).long() for edge in EDGES)
+            columns["class"] = [NAMES[i] for i in torch.as_tensor(code).tolist()]
             columns["k90_fraction"] = (middle.double() / CELLS).tolist()
         for name in (*_MEANS, "energy_rises"):
             if name in sums:
@@ -157,7 +161,7 @@ def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | Non
 
 
 def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
-    """[text][layer][head][token] -> pairs (key, weight), for the first so many texts."""
+    """[text][layer][head][token] -> pairs (key, weight), for the first texts."""
     out: list[Any] = []
     for text in range(texts):
         rows: list[Any] = []
@@ -221,9 +225,9 @@ def weights_digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def nullable(table: Any) -> Any:
-    """Missing numbers as NA, never NaN; columns that say nothing are left out."""
-    table = table.dropna(axis="columns", how="all")
+def nullable(rows: list[dict[str, Any]]) -> DataFrame:
+    """A table with missing numbers as NA, never NaN; columns that hold nothing are left out."""
+    table = pandas().DataFrame(rows).dropna(axis="columns", how="all")
     for column in table.columns:
         if table[column].isna().any():
             table[column] = table[column].astype("Float64")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.lens.layers import LayerProbe
 from cumulant.lens.recorder import Record, Recorder
+from cumulant.memory.classes import EDGES, NAMES
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # pyright: ignore[reportMissingTypeStubs]
 
 __all__ = ["TOKEN_COLUMNS", "Lens", "pandas", "token_table"]
 
@@ -19,7 +24,6 @@ TOKEN_COLUMNS = (
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
     "energy_change",
 )
-_CLASSES = ("I", "II", "III", "IV")
 
 
 def pandas() -> Any:
@@ -42,7 +46,7 @@ class Lens:
         seen = self._recorder
         return f"Lens({seen.calls} attention calls, {seen.next_input} inputs)"
 
-    def table(self) -> Any:
+    def table(self) -> DataFrame:
         """A pandas table with one row per (input, layer, head, token); padding is left out.
 
         Columns are defined in ``cumulant.lens.COLUMNS``; `input` runs on over forward calls, and
@@ -50,7 +54,7 @@ class Lens:
         """
         return token_table(self._recorder)
 
-    def heads(self) -> Any:
+    def heads(self) -> DataFrame:
         """One row per (layer, head): means over the tokens seen, class, lipschitz."""
         from cumulant.lens.summary import HeadSums
 
@@ -61,7 +65,7 @@ class Lens:
         rows = [row for layer in self._recorder.layers.values() for row in sums.rows(layer)]
         return pandas().DataFrame(rows)
 
-    def modules(self) -> Any:
+    def modules(self) -> DataFrame:
         """One row per layer: the module, self or cross, heads, key heads and scale."""
         rows = [
             {
@@ -76,21 +80,21 @@ class Lens:
         ]
         return pandas().DataFrame(rows)
 
-    def layers(self) -> Any:
+    def layers(self) -> DataFrame:
         """One row per transformer block; needs ``observe(model, layers=True)``."""
         return pandas().DataFrame(self._probe().layers())
 
-    def expansions(self) -> Any:
+    def expansions(self) -> DataFrame:
         """Quantiles of distance ratios per sublayer; needs ``observe(model, layers=True)``."""
         return pandas().DataFrame(self._probe().expansions())
 
-    def _probe(self) -> Any:
+    def _probe(self) -> LayerProbe:
         if self._recorder.probe is None:
             raise InputError("layers were not observed: use observe(model, layers=True).")
         return self._recorder.probe
 
 
-def token_table(recorder: Recorder) -> Any:
+def token_table(recorder: Recorder) -> DataFrame:
     """All records as one table, sorted by input, layer, head and token."""
     if not recorder.records:
         if recorder.stack.frames:
@@ -108,8 +112,8 @@ def token_table(recorder: Recorder) -> Any:
     table.insert(4, "attention", frames.Categorical(layers, categories=["self", "cross"]))
     if "k90" in table:
         share = (table["k90"] / table["visible"]).to_numpy()
-        codes = (share <= 1 / 2).astype("int8") + (share <= 1 / 8) + (share <= 1 / 32)
-        named = frames.Categorical.from_codes(codes, categories=list(_CLASSES), ordered=True)
+        codes = sum((share <= edge).astype("int8") for edge in EDGES)
+        named = frames.Categorical.from_codes(codes, categories=list(NAMES), ordered=True)
         table.insert(table.columns.get_loc("k90") + 1, "class", named)
     keys = ["input", "layer", "head", "token"]
     return table.sort_values(keys, kind="stable", ignore_index=True)

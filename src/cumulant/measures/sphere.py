@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from cumulant.core.checks import finite, numbers, require
+from cumulant.core.checks import common_shape, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.measures.bessel import sphere
 from cumulant.measures.family import ExponentialFamily, coded
@@ -53,13 +53,12 @@ class VonMisesFisher(ExponentialFamily):
         direction = direction / torch.where(largest > 0, largest, 1.0)
         length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
         require(length > 0, lambda: f"{owner}: mean_direction must not be zero.")
-        try:
-            self._theta = (direction / length * kappa[..., None])[..., None, :]
-        except RuntimeError:
+        if common_shape(direction.shape[:-1], kappa.shape) is None:
             raise InputError(
                 f"{owner}: mean_direction {tuple(direction.shape)} and concentration "
                 f"{tuple(kappa.shape)} do not broadcast."
-            ) from None
+            )
+        self._theta = (direction / length * kappa[..., None])[..., None, :]
 
     def _check_size(self) -> None:
         """Any dimension will do."""

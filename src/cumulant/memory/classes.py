@@ -13,13 +13,12 @@ from torch import Tensor
 from cumulant.attention.inputs import Window, prepare
 from cumulant.core.checks import finite, numbers, real
 from cumulant.core.errors import InputError
-from cumulant.kernels.attention import attention
-from cumulant.kernels.search import coverage
+from cumulant.kernels.rows import summarize
 
-__all__ = ["Classes", "classify"]
+__all__ = ["EDGES", "NAMES", "Classes", "classify"]
 
 NAMES = ("I", "II", "III", "IV")
-_EDGES = (1 / 2, 1 / 8, 1 / 32)
+EDGES = (1 / 2, 1 / 8, 1 / 32)
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,11 @@ def classify(
         window=window,
     )
     with torch.no_grad():
-        normalizer = attention(call.arguments, call.options).log_normalizer
         given = {n: x for n, x in call.arguments.items() if n != "value"}
-        given["log_normalizer"] = normalizer
-        found = coverage(given, call.options, share)
-        k, visible = (call.finish(x)[..., 0] for x in found)
+        found = summarize(given, call.options, spectrum=False, mass=share)
+        k, visible = (call.finish(found[n])[..., 0].long() for n in ("coverage", "visible"))
         ratio = (k / visible).masked_fill(visible == 0, torch.nan)
         fraction = ratio.nanmedian(-1).values
-        number = 1 + sum((fraction <= edge).long() for edge in _EDGES)
+        number = 1 + sum((fraction <= edge).long() for edge in EDGES)
     number = torch.as_tensor(number).masked_fill(fraction.isnan(), 0)
     return Classes(k, visible, fraction.nan_to_num(0.0), number)

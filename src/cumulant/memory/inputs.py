@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import finite, numbers, real, require
+from cumulant.core.checks import broadcasts_to, common_shape, finite, numbers, real, require
 from cumulant.core.errors import InputError
-from cumulant.distributed.ranks import as_fact, checksum
+from cumulant.distributed.facts import Facts
 from cumulant.memory.retrieval import Rows
 
 __all__ = [
@@ -35,11 +35,10 @@ class Asked(NamedTuple):
     tol: float | None
     step_size: float
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> Facts:
         """What ranks must agree on."""
-        tol = -1.0 if self.tol is None else self.tol
-        given = {"steps": self.steps, "tol": tol, "step_size": self.step_size}
-        return {f"the value of {n}": as_fact(x) for n, x in given.items()}
+        tol = "not given" if self.tol is None else self.tol
+        return {"steps": self.steps, "tol": tol, "step_size": self.step_size}
 
 
 class Bounded(NamedTuple):
@@ -50,25 +49,25 @@ class Bounded(NamedTuple):
     at: Tensor | None
     fixed_point: Tensor | None
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> Facts:
         """What ranks must agree on."""
         given = {"index": self.at, "fixed_point": self.fixed_point}
-        return {f"whether {n} is given": int(x is not None) for n, x in given.items()}
+        return {f"whether {n} is given": x is not None for n, x in given.items()}
 
 
-def beta_facts(beta: float | Tensor) -> dict[str, int]:
+def beta_facts(beta: float | Tensor) -> Facts:
     """Of a number its value; of a tensor, which may be learned, what it is."""
     learned = isinstance(beta, Tensor) and beta.requires_grad
     return {
-        "the value of beta": 0 if isinstance(beta, Tensor) else as_fact(beta),
-        "whether beta is a tensor": int(isinstance(beta, Tensor)),
-        "whether beta requires gradients": int(learned),
+        "the value of beta": "a tensor" if isinstance(beta, Tensor) else float(beta),
+        "whether beta is a tensor": isinstance(beta, Tensor),
+        "whether beta requires gradients": learned,
     }
 
 
-def same_numbers(at: Tensor) -> dict[str, int]:
+def same_numbers(at: Tensor) -> Facts:
     """That ranks must be given the same numbers."""
-    return {"index (its checksum)": checksum(at)}
+    return {"index": tuple(at.flatten().tolist())}
 
 
 def given_kind(given: Any, kept: Tensor) -> torch.dtype:
@@ -105,11 +104,7 @@ def inverse_temperature(owner: str, beta: Any, patterns: Tensor) -> float | Tens
     if not isinstance(beta, Tensor):
         return real(owner, "beta", beta, least=0.0)
     sets = patterns.shape[:-2]
-    try:
-        fits = torch.broadcast_shapes(beta.shape, sets) == sets
-    except RuntimeError:
-        fits = False
-    if not fits or not beta.is_floating_point():
+    if not broadcasts_to(beta.shape, sets) or not beta.is_floating_point():
         raise InputError(
             f"{owner}: a tensor beta must be real and broadcast to the sets of patterns, "
             f"{tuple(sets)}, but is {beta.dtype} of shape {tuple(beta.shape)}."
@@ -142,13 +137,12 @@ def states(owner: str, state: Tensor, patterns: Tensor) -> tuple[Tensor, Rows]:
     shape = xi.shape
     if not sets:  # one set of patterns: all states are queries of it
         return xi.reshape(-1, d), Rows(shape[:-1])
-    try:
-        batch = torch.broadcast_shapes(shape[:-2], sets)
-    except RuntimeError:
+    batch = common_shape(shape[:-2], sets)
+    if batch is None:
         raise InputError(
             f"{owner}: the batch of state, {tuple(shape[:-2])}, must broadcast against the sets of "
             f"patterns, {tuple(sets)}."
-        ) from None
+        )
     return xi.expand(*batch, *shape[-2:]), Rows(None)
 
 
@@ -173,13 +167,12 @@ def _numbers(owner: str, index: Any, count: int, device: torch.device) -> Tensor
 def one_each(owner: str, index: Any, count: int, shape: torch.Size, device: torch.device) -> Tensor:
     """A number for each state of `shape`."""
     at = _numbers(owner, index, count, device)
-    try:
-        return at.expand(shape)
-    except RuntimeError:
+    if not broadcasts_to(at.shape, shape):
         raise InputError(
             f"{owner}: index must have shape {tuple(shape)}, one number for each state, but has "
             f"{tuple(at.shape)}."
-        ) from None
+        )
+    return at.expand(shape)
 
 
 def several(owner: str, index: Any, count: int, device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ those of rank 0 first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from cumulant.attention.sharded import attend_sharded
 from cumulant.core.errors import InputError
 from cumulant.distributed import maps
+from cumulant.distributed.facts import Facts
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.ring import Ring
@@ -26,7 +27,7 @@ from cumulant.memory.retrieval import here
 __all__ = ["Answer", "Local", "Sharded", "Store"]
 
 _T = TypeVar("_T")
-_Facts = Callable[[_T], Mapping[str, int]]
+_Facts = Callable[[_T], Facts]
 
 
 class Answer(NamedTuple):
@@ -112,9 +113,7 @@ class Sharded:
         return self._ranks.checked(what, make, facts or (lambda _: {}))
 
     def attend(self, xi: Tensor, value: Tensor, scale: float) -> Answer:
-        options: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": None}
-        options |= {"scale": scale, "enable_gqa": False}
-        found = attend_sharded(xi, self._shard.holding(self._patterns, value), options)
+        found = attend_sharded(xi, self._shard.holding(self._patterns, value), scale=scale)
         return Answer(lambda: found.mean, lambda: found.log_normalizer)
 
     def largest_norm(self) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
-from cumulant.core.checks import HALF, real, whole
+from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
+from cumulant.core.precision import wide, widened
 from cumulant.kernels.search import largest
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
@@ -272,7 +273,7 @@ class Hopfield(nn.Module):
     def beta(self) -> Tensor:
         """The inverse temperature of each head, ``(heads,)``."""
         if self.log_beta is not None:
-            return self.log_beta.to(torch.promote_types(self.log_beta.dtype, torch.float32)).exp()
+            return wide(self.log_beta).exp()
         if self.fixed_beta is None:
             raise RuntimeError("a layer has a fixed or a learned beta")
         return self.fixed_beta
@@ -368,11 +369,11 @@ class Hopfield(nn.Module):
             visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
             mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
         kind = q.dtype
-        wide = torch.float32 if kind in HALF else kind
-        q, k, v = (x.to(wide) for x in (q, k, v))
+        compute = widened(kind)
+        q, k, v = (x.to(compute) for x in (q, k, v))
         if mask is not None and mask.is_floating_point():
-            mask = mask.to(wide)
-        return _Space(q, k, v, self.beta.to(wide)[:, None, None], mask, kind)
+            mask = mask.to(compute)
+        return _Space(q, k, v, self.beta.to(compute)[:, None, None], mask, kind)
 
     def _checked_mask(self, mask: Any, shape: tuple[int, ...]) -> Tensor | None:
         if mask is None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import require, whole
+from cumulant.core.checks import broadcasts_to, require, whole
 from cumulant.core.errors import InputError
+from cumulant.core.precision import wide
 
 __all__ = [
     "check_covariance",
@@ -120,7 +121,7 @@ def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
     )
     if form == "diagonal" or not given.numel():
         return
-    given = given.to(torch.promote_types(given.dtype, torch.float32))
+    given = wide(given)
     tolerance = min(1e3 * torch.finfo(covariance.dtype).eps, 0.02)
     size = given.abs().amax((-2, -1), keepdim=True)
     require(
@@ -149,10 +150,7 @@ def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tenso
         grid, fits = (*batch, heads, n, n), False
         if isinstance(attn_mask, Tensor) and attn_mask.device == mean.device:
             fits = attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
-            try:
-                fits = fits and torch.broadcast_shapes(attn_mask.shape, grid) == torch.Size(grid)
-            except RuntimeError:
-                fits = False
+            fits = fits and broadcasts_to(attn_mask.shape, grid)
         if not fits:
             came = type(attn_mask).__name__
             if isinstance(attn_mask, Tensor):

@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cumulant.core.checks import HALF, real, whole
+from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
+from cumulant.core.precision import widened
 from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
 from cumulant.nn.moment_checks import (
     check_covariance,
@@ -233,7 +234,7 @@ class MomentAttention(nn.Module):
         kind = query.dtype
         with torch.autocast(mean.device.type, enabled=False):
             narrow = Heads(query, key, value, mask, is_causal)
-            narrow = narrow.to(torch.float32 if kind in HALF else kind)
+            narrow = narrow.to(widened(kind))
             read = narrow.read(narrow.value).mean.transpose(-3, -2).flatten(-2)
         out = self.project_output(read.to(kind))
         with torch.autocast(mean.device.type, enabled=False):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from cumulant.cli import main
+from cumulant.core.journal import Journal
 
 
 def run(*arguments, **options):
@@ -40,6 +41,31 @@ def test_people_see_a_verdict_a_finding_and_a_sum():
     assert "T4  holds with a correction" in out.stdout
     assert "quadrature" in out.stdout
     assert "1 claim: 1 holds with a correction." in out.stdout
+
+
+def test_only_what_rests_on_one_kind_of_evidence():
+    out = run("--only", "T4,T20", "--evidence", "simulation", "--quick", "--json")
+    assert out.returncode == 0, out.stderr
+    assert [(x["id"], x["evidence"]) for x in json.loads(out.stdout)["claims"]] == [
+        ("T20", "simulation")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--evidence", "hearsay"], "one of identity, simulation, empirical, got 'hearsay'"),
+        (
+            ["--only", "T4", "--evidence", "empirical"],
+            "none of the claims named rests on empirical",
+        ),
+    ],
+)
+def test_evidence_that_there_is_not(arguments, said):
+    out = run(*arguments)
+    assert out.returncode == 2
+    assert said in out.stderr
+    assert out.stderr.count("\n") == 1
 
 
 def test_unknown_claims_list_the_known():
@@ -83,7 +109,7 @@ def test_a_folder_is_filled(tmp_path):
 def test_an_interrupted_run_keeps_what_was_finished(tmp_path):
     command = [sys.executable, "-m", "cumulant", "claims", "--quick", "-o", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    partial = tmp_path / "claims.partial.json"
+    partial = tmp_path / "claims.journal"
     deadline = time.monotonic() + 120
     while not partial.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -91,11 +117,10 @@ def test_an_interrupted_run_keeps_what_was_finished(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in said.splitlines()[-1]
-    assert "give the same command again" in said.splitlines()[-1]
-    kept = json.loads(partial.read_text())["claims"]
-    assert kept[0]["id"] == "T1"
+    assert "run the same command again to resume" in said.splitlines()[-1]
+    assert next(iter(Journal(partial, {})))["id"] == "T1"
     out = run("--quick", "--only", "T1", "-o", str(tmp_path))
-    assert "going on after 1 claim" in out.stderr
+    assert "resuming after 1 claim" in out.stderr
     assert out.returncode == 0
 
 

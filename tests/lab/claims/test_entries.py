@@ -24,7 +24,7 @@ def test_entry(claim):
     assert not entry.departs
     names = [x.name for x in entry.numbers]
     assert len(set(names)) == len(names) >= 2
-    assert all(math.isfinite(x.value) and x.says for x in entry.numbers)
+    assert all(math.isfinite(x.value) and x.rule.says for x in entry.numbers)
     if claim.recorded in ("open", "does not hold in general"):
         assert any(x.form == "control" for x in entry.numbers)
     if claim.recorded == "holds with a correction":

@@ -11,35 +11,37 @@ import torch
 
 from cumulant.core.errors import InputError
 from cumulant.lab.claims import (
+    EVIDENCE,
     VERDICTS,
     Claim,
-    Evidence,
-    Picture,
+    Found,
+    Measured,
     Trial,
     claims,
     ledger,
     record,
     run,
     select,
+    table,
     verdict,
 )
-from cumulant.lab.claims.claim import (
-    CORRECTED,
-    FAILS,
-    HOLDS,
-    OPEN,
-    at_least,
-    at_most,
-    noted,
-)
+from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Rule
 from cumulant.lab.claims.record import LEDGER, PARTIAL, Keeper, markdown, tally
 
-GOOD, BAD = (at_most(name, value, 0.5, "x") for name, value in (("good", 0.1), ("bad", 0.9)))
-DOUBT = at_most("doubt", 0.9, 0.5, "x", refuted=2.0)
+
+def at_most(value, bound=0.5, form="statement", refuted=None, error=None, name="x"):
+    return Measured(name, value, Rule("x", form, high=bound, refuted=refuted), error)
+
+
+def at_least(value, bound, refuted=None):
+    return Measured("x", value, Rule("x", "statement", low=bound, refuted=refuted))
+
+
+GOOD, BAD, DOUBT = at_most(0.1), at_most(0.9), at_most(0.9, refuted=2.0)
 
 
 def as_form(number, form):
-    return dataclasses.replace(number, form=form, name=f"{form}_{number.name}")
+    return dataclasses.replace(number, rule=dataclasses.replace(number.rule, form=form))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,11 @@ def as_form(number, form):
         ([BAD, as_form(DOUBT, "correction")], OPEN),
         ([GOOD, as_form(BAD, "control")], OPEN),
         ([BAD, as_form(GOOD, "control")], FAILS),
-        ([noted("n", 3.0, "x")], OPEN),
+        ([Measured("n", 3.0, Rule("x"))], OPEN),
         ([], OPEN),
         ([as_form(GOOD, "correction")], OPEN),
-        ([at_most("x", math.nan, 1.0, "x"), as_form(GOOD, "correction")], OPEN),
-        ([BAD, as_form(at_most("x", math.inf, 1.0, "x"), "correction")], OPEN),
+        ([at_most(math.nan, 1.0), as_form(GOOD, "correction")], OPEN),
+        ([BAD, as_form(at_most(math.inf, 1.0), "correction")], OPEN),
     ],
 )
 def test_verdict_follows_from_the_numbers(numbers, expected):
@@ -70,18 +72,18 @@ def test_verdict_follows_from_the_numbers(numbers, expected):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_fails(value):
-    assert at_most("x", value, 1.0, "x", refuted=9.0).outcome == "failed"
-    assert at_least("x", value, 1.0, "x", refuted=-9.0).outcome == "failed"
+    assert at_most(value, 1.0, refuted=9.0).outcome == "failed"
+    assert at_least(value, 1.0, refuted=-9.0).outcome == "failed"
 
 
 def test_bounds_from_both_sides():
-    assert [at_most("x", v, 1.0, "x", refuted=2.0).outcome for v in (1.0, 1.5, 2.0)] == [
+    assert [at_most(v, 1.0, refuted=2.0).outcome for v in (1.0, 1.5, 2.0)] == [
         *("passed", "undecided", "failed")
     ]
-    assert [at_least("x", v, 1.0, "x", refuted=0.5).outcome for v in (1.0, 0.7, 0.5)] == [
+    assert [at_least(v, 1.0, refuted=0.5).outcome for v in (1.0, 0.7, 0.5)] == [
         *("passed", "undecided", "failed")
     ]
-    assert at_least("x", -1.0, 0.0, "x").outcome == "failed"
+    assert at_least(-1.0, 0.0).outcome == "failed"
 
 
 def test_names_are_found_as_people_write_them():
@@ -94,12 +96,93 @@ def test_names_are_found_as_people_write_them():
             select([name])
 
 
-def fake(name="T0", **changes):
-    def experiment(trial: Trial) -> Evidence:
-        return Evidence([at_most("draw", trial.normal(1).abs().item(), 9.0, "x")], "found")
+RULES = table("""
+  statement:
+    draw ≤ 9: x
+""")
 
-    about = {"title": "t", "statement": "s", "source": "o", "formula": "x", "recorded": HOLDS}
-    return Claim(id=name, **{**about, "experiment": experiment, **changes})
+
+def fake(name="T0", **changes):
+    def measure(trial: Trial) -> Found:
+        return Found({"draw": trial.normal(1).abs().item()})
+
+    about = {"title": "t", "evidence": "identity", "statement": "s", "source": "o", "formula": "x"}
+    about |= {"recorded": HOLDS, "rules": RULES, "finding": "found", "measure": measure}
+    return Claim(id=name, **{**about, **changes})
+
+
+def finds(value):
+    return lambda trial: Found({"draw": value})
+
+
+def test_a_table_of_rules():
+    rules = table("""
+      statement:
+        gap ≤ 1e-9: of both sides,
+            in the longer of two runs
+        rise ≥ -0.5 (refuted at -2): of G | E[x]: least
+      control:
+        law ≤ 3: a control
+      noted:
+        steps_2: until it was found
+    """)
+    assert rules == {
+        "gap": Rule("of both sides, in the longer of two runs", "statement", high=1e-9),
+        "rise": Rule("of G | E[x]: least", "statement", low=-0.5, refuted=-2.0),
+        "law": Rule("a control", "control", high=3.0),
+        "steps_2": Rule("until it was found"),
+    }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "statement:\n  a ≤ 1: x\n  a ≤ 2: y",  # twice
+        "statement:\n  a: no bound",
+        "noted:\n  a ≤ 1: a bound",
+        "statement:\n  a < 1: x",
+        "statement:\n  a ≤ much: x",
+        "statement:\n  a ≤ 1",
+        "assumption:\n  a ≤ 1: x",
+    ],
+)
+def test_a_table_that_cannot_be_read(row):
+    with pytest.raises(ValueError):
+        table(row)
+
+
+def test_sentences_are_told_from_the_numbers():
+    claim = fake(
+        finding="{draw:.1f} of {n}, {low:.0e} and {share:.0%}",
+        measure=lambda trial: Found({"draw": (torch.tensor(-2.25), 0.5)}, n=3, low=1e-9, share=0.5),
+    )
+    result = claim.experiment(Trial())
+    assert result.finding == "−2.2 of 3, 1e-09 and 50%"
+    assert [(x.value, x.error) for x in result.numbers] == [(-2.25, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Found({}), "draw measured or ruled, not both"),
+        (Found({"draw": 1.0, "other": 1.0}), "other measured or ruled, not both"),
+        (Found({"draw": 1.0}, draw=2.0), "draw names a number and what is seen"),
+    ],
+)
+def test_numbers_are_those_of_the_rules(found, said):
+    entry = run(fake(measure=lambda trial: found))
+    assert said in entry.crash
+    assert entry.departs
+
+
+def test_claims_are_chosen_by_their_evidence():
+    assert {c.id for c in select(evidence="empirical")} == {"T23", "T29", "T31"}
+    assert [c.id for c in select(["T4", "T29"], evidence="empirical")] == ["T29"]
+    counts = {kind: len(select(evidence=kind)) for kind in EVIDENCE}
+    assert sum(counts.values()) == len(claims())
+    assert all(counts.values())
+    with pytest.raises(InputError, match="one of identity, simulation, empirical, got 'x'"):
+        select(evidence="x")
 
 
 def test_a_seed_repeats_and_claims_do_not_disturb_each_other():
@@ -112,16 +195,17 @@ def test_a_seed_repeats_and_claims_do_not_disturb_each_other():
 
 
 def test_a_crash_is_an_entry_that_departs():
-    def experiment(trial):
+    def measure(trial):
         raise ZeroDivisionError("one\ntwo")
 
-    entry = run(fake(experiment=experiment, recorded=OPEN))
+    entry = run(fake(measure=measure, recorded=OPEN))
     assert (entry.verdict, entry.crash, entry.departs) == (OPEN, "ZeroDivisionError: one", True)
 
 
 def test_a_failed_control_departs_even_from_an_open_verdict():
-    evidence = Evidence([as_form(BAD, "control"), as_form(DOUBT, "statement")], "found")
-    entry = run(fake(experiment=lambda trial: evidence, recorded=OPEN))
+    rules = {"bad": as_form(BAD, "control").rule, "doubt": DOUBT.rule}
+    found = Found({"bad": BAD.value, "doubt": DOUBT.value})
+    entry = run(fake(measure=lambda trial: found, rules=rules, recorded=OPEN))
     assert entry.verdict == OPEN
     assert entry.departs
 
@@ -140,10 +224,12 @@ def test_a_ledger_in_a_folder_goes_on_after_an_interruption(tmp_path):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        picture = Picture(lambda figure: figure.subplots().plot([1, 2]), "a line")
-        return Evidence([GOOD], "found", picture)
+        return Found({"draw": 1.0}, line=[1, 2])
 
-    chosen = [fake(name, experiment=counting) for name in ("a", "b", "c")]
+    def draw(figure, seen):
+        figure.subplots().plot(seen.line)
+
+    chosen = [fake(name, measure=counting, draw=draw, caption="a line") for name in ("a", "b", "c")]
     settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
     keeper = Keeper(chosen, **settings)
     keeper.run(chosen[0])
@@ -172,19 +258,39 @@ def test_other_settings_begin_anew(tmp_path, change):
     assert Keeper(chosen, **{**settings, **change}).rows == {}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"claims": [3]}', '{"claims": [{"id": "a"}]}'])
-def test_damaged_work_is_done_again(tmp_path, content):
-    (tmp_path / PARTIAL).write_text(content)
-    keeper = Keeper([fake("a")], seed=0, quick=True, folder=tmp_path, version="1")
-    assert keeper.rows == {}
-    assert keeper.run(keeper.claims[0])["verdict"] == HOLDS
+@pytest.mark.parametrize("content", ["", "{", "cut", "flipped"])
+def test_damaged_work_is_done_again(tmp_path, content, caplog):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    chosen = [fake("a"), fake("b")]
+    straight = [Keeper(chosen, **settings).run(claim) for claim in chosen]
+    whole = (tmp_path / PARTIAL).read_bytes()
+    flipped = whole[:-9] + bytes([whole[-9] ^ 2]) + whole[-8:]
+    damaged = {"cut": whole[:-9], "flipped": flipped}.get(content, content.encode())
+    (tmp_path / PARTIAL).write_bytes(damaged)
+    again = Keeper(chosen, **settings)
+    assert list(again.rows) == (["a"] if content in ("cut", "flipped") else [])
+    assert ("claims.journal is damaged" in caplog.text) == (content in ("{", "flipped"))
+    for claim, row in zip(chosen, straight, strict=True):
+        assert again.run(claim)["measured"] == row["measured"]
+    assert list(Keeper(chosen, **settings).rows) == ["a", "b"]
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    refused = pytest.raises(InputError, match=r"another run \(process \d+ on .* is writing into")
+    with record.keeper([fake("a")], **settings) as keeper:
+        with refused, record.keeper([fake("a")], **settings):
+            pass
+        keeper.run(keeper.claims[0])
+        keeper.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["claims.json", "figures", "ledger.md"]
 
 
 def test_a_picture_that_fails_is_a_crash(tmp_path):
-    def draw(figure):
+    def draw(figure, seen):
         raise ValueError("no ink")
 
-    claim = fake(experiment=lambda trial: Evidence([GOOD], "found", Picture(draw, "c")))
+    claim = fake(draw=draw, caption="c")
     keeper = Keeper([claim], seed=0, quick=True, folder=tmp_path, version="1")
     row = keeper.run(claim)
     assert row["crash"] == "picture: ValueError: no ink"
@@ -192,19 +298,19 @@ def test_a_picture_that_fails_is_a_crash(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
-    claim = fake(experiment=lambda trial: Evidence([at_most("x", math.nan, 1.0, "x")], "found"))
+    claim = fake(measure=finds(math.nan))
     keeper = Keeper([claim], seed=0, quick=True, folder=tmp_path, version="1")
     keeper.run(claim)
     ledger = keeper.finish()
-    assert ledger["claims"][0]["measured"] == {"x": None}
+    assert ledger["claims"][0]["measured"] == {"draw": None}
     assert ledger["claims"][0]["verdict"] == OPEN
     assert ledger["claims"][0]["departs"]
     assert "not finite" in markdown(ledger)
 
 
 def test_errors_that_are_not_finite_are_null_too(tmp_path):
-    number = at_most("x", math.nan, 1.0, "x", error=math.nan, refuted=math.inf)
-    claim = fake(experiment=lambda trial: Evidence([number], "found"))
+    rules = {"draw": Rule("x", "statement", high=1.0, refuted=math.inf)}
+    claim = fake(measure=finds((math.nan, math.nan)), rules=rules)
     keeper = Keeper([claim], seed=0, quick=True, folder=tmp_path, version="1")
     keeper.run(claim)
     assert json.loads(json.dumps(keeper.finish(), allow_nan=False))["claims"][0]["departs"]
@@ -212,7 +318,7 @@ def test_errors_that_are_not_finite_are_null_too(tmp_path):
 
 def test_what_crashed_or_lacked_something_is_tried_again(tmp_path):
     settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
-    chosen = [fake("a", needs=("no_such_package",)), fake("b", experiment=None), fake("c")]
+    chosen = [fake("a", needs=("no_such_package",)), fake("b", measure=None), fake("c")]
     keeper = Keeper(chosen, **settings)
     rows = [keeper.run(claim) for claim in chosen]
     assert rows[0]["not_run"]

@@ -21,7 +21,7 @@ def entry(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
         **{"id": name, "title": f"Title of {name}", "statement": f"What {name} states."},
         **{"source": "proofs draft, eq. (3)", "formula": r"\nabla G(\eta) = \operatorname{E}[x]"},
         **{"correction": "", "systems": [], "tests": ["tests/laws/test_duality.py"]},
-        **{"verdict": verdict, "recorded": verdict, "departs": False},
+        **{"verdict": verdict, "recorded": verdict, "departs": False, "evidence": "identity"},
         **{"finding": f"Found of {name}: agreement to 2e-15.", "measured": {"gap": 3.2e-13}},
         **{"numbers": [NUMBER], "caption": None, "seconds": 0.31, "crash": None, "not_run": None},
     }
@@ -50,7 +50,7 @@ def ledger() -> dict[str, Any]:
             entry(
                 "T17", "does not hold in general", caption="Gaussianity decays.", numbers=[failed]
             ),
-            entry("T29", "open", numbers=[sampled, remark]),
+            entry("T29", "open", numbers=[sampled, remark], evidence="empirical"),
             entry("simclr", "holds"),
             entry("T30", "open", recorded="holds", departs=True, numbers=[], finding="")
             | {"crash": "ValueError: no"},

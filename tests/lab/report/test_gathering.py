@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 
 from cumulant.cli import main
 from cumulant.core.errors import InputError
+from cumulant.core.journal import Journal
 from cumulant.lab.claims import select
 from cumulant.lab.report import gathering
 
@@ -21,7 +21,7 @@ def few(monkeypatch):
     monkeypatch.setattr(gathering, "select", lambda: select(["T4", "T17"]))
     made = []
 
-    def bench(name, tell):
+    def bench(name, progress):
         made.append(f"bench {name}")
         row = {"shape": "4 x 4", "quantity": "attention", "against": "SDPA", "unit": "ms"}
         return {"rows": [{"bench": name, **row, "amount": 2.0, "baseline": 4.0, "ratio": 0.5}]}
@@ -59,16 +59,16 @@ def test_one_file_with_everything(few, monkeypatch, capsys, tmp_path):
 def test_an_interrupted_run_goes_on(few, monkeypatch, capsys, tmp_path):
     whole = gathering._series
 
-    def interrupted(tell):
+    def interrupted(progress):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gathering, "_series", interrupted)
     code, _, said = run(monkeypatch, capsys, "-o", tmp_path)
     assert code == 130
-    assert said.splitlines()[-1].startswith("cumulant: interrupted; what was finished is kept in")
+    assert said.splitlines()[-1].startswith("cumulant: interrupted; finished parts are kept in")
     assert not (tmp_path / "report.html").exists()
-    kept = json.loads((tmp_path / gathering.STATE).read_text())["parts"]
-    assert set(kept) == {"ledger", "lens"}
+    kept = Journal(tmp_path / gathering.STATE, {})
+    assert [name for name, _ in kept] == ["ledger", "lens"]
     again = []
     monkeypatch.setattr(gathering, "_series", whole)
     monkeypatch.setattr(gathering, "_ledger", lambda *given: again.append("ledger"))
@@ -85,7 +85,7 @@ def test_what_cannot_be_made_is_noted(few, monkeypatch, capsys, tmp_path):
         raise InputError("models are loaded by transformers, which is missing.")
 
     monkeypatch.setattr(gathering, "load", load)
-    monkeypatch.setattr(gathering, "_bench", lambda name, tell: {"note": f"{name} is left out."})
+    monkeypatch.setattr(gathering, "_bench", lambda name, _: {"note": f"{name} is left out."})
     code, said, _ = run(monkeypatch, capsys, "-o", tmp_path)
     assert code == 0
     assert "The lens is left out: models are loaded by transformers" in " ".join(said.split())

@@ -400,6 +400,11 @@ def test_the_ledger_marks_filters_and_opens(browser, page):
     browser.click("document.querySelector('#ledger-controls [data-kind=open]')")
     assert browser.run(visible) == ["T29", "T32"]
     assert texts(browser, "#ledger-said") == ["2 of 8 claims shown"]
+    browser.click("document.querySelector('#ledger-controls [data-evidence=empirical]')")
+    assert browser.run(visible) == ["T29"]
+    assert "empirical" in texts(browser, "#T29 summary")[0]
+    browser.click("document.querySelector('#ledger-controls [data-evidence=identity]')")
+    assert browser.run(visible) == ["T32"]
     # A link opens its claim, whatever the filter.
     browser.click("document.querySelector('#answer a[href=\"#T17\"]')")
     assert len(browser.run(visible)) == 8

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attend, scaled_dot_product_attention
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.derivatives import differentiable
 from cumulant.lab.bench.timing import Row, interleave, row
 
@@ -130,21 +131,23 @@ def _training_cases() -> dict[str, Callable[[], object]]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure all shapes; `tick(what, of how many)` is called before every single run."""
+    """Measure all shapes; `progress` is called before every single run."""
     shapes = SHAPES[:1] if quick else SHAPES
     plan: list[tuple[Shape, dict[str, Callable[[], object]], int]] = []
     plan.extend((s, _cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes)
     against_math = SHAPES[0] if quick else _AGAINST_MATH
     plan.append((against_math, _math_cases(against_math), 3))
     training = _training_cases()
-    total = sum(len(cases) * (r + 1) for _, cases, r in plan) + len(training) * (rounds + 1)
+    tick = counted(
+        progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + len(training) * (rounds + 1)
+    )
     rows: list[Row] = []
     for shape, cases, repeats in plan:
         label = str(shape)
         seconds = interleave(
-            cases, rounds=repeats, tick=lambda name, label=label: tick(f"{label} {name}", total)
+            cases, rounds=repeats, tick=lambda name, label=label: tick(f"{label} {name}")
         )
         if _FORWARD in cases:
             rows.extend(row(seconds, label, *aim) for aim in _aims(shape[2]))
@@ -152,6 +155,6 @@ def run(
             names = list(cases)
             rows.append(row(seconds, label, names[1], names[0], 1 / 4))
             rows.append(row(seconds, label, names[3], names[2], 1 / 3))
-    seconds = interleave(training, rounds=rounds, tick=lambda name: tick(name, total))
+    seconds = interleave(training, rounds=rounds, tick=tick)
     rows.append(row(seconds, _MODEL, _STEP_OURS, _STEP, 1.3))
     return rows

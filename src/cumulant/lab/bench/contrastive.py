@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cumulant.contrastive import info_nce
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
 
@@ -84,13 +85,13 @@ def ours_large() -> Callable[[], None]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     n, d = (4096, 128) if quick else (16384, 256)
     few = max(3, rounds // 2)
     sides = {"info_nce": (False, 1 / 1.7), "info_nce, symmetric": (True, 1 / 2)}
-    total = 4 * (few + 1) + (0 if quick else 5)
+    tick = counted(progress, 4 * (few + 1) + (0 if quick else 5))
     label, rows = f"{n} x {d}", list[Row]()
     for name, (symmetric, at_most) in sides.items():
         cases = {
@@ -99,7 +100,7 @@ def run(
         }
 
         def told(what: str, label: str = label) -> None:
-            tick(f"{label}: {what}", total)
+            tick(f"{label}: {what}")
 
         seconds = interleave(cases, rounds=few, tick=told)
         rows.append(row(seconds, label, name, "full matrix", at_most))
@@ -111,14 +112,14 @@ def run(
     ):
         amounts: list[float] = []
         for which in (mine, theirs):
-            tick(f"{label}: peak memory of {which}", total)
+            tick(f"{label}: peak memory of {which}")
             grown = growth(__name__, which)
             if grown is None:
                 return rows
             amounts.append(grown)
         a, b = amounts
         rows.append(Row(label, name, "full matrix", a, b, a / b, 1 / 20, unit="MB"))
-    tick("131072 x 256: forward and backward, some minutes", total)
+    tick("131072 x 256: forward and backward, some minutes")
     start = time.perf_counter()
     grown = growth(__name__, "ours_large")
     if grown is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import cumulant as cm
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.distributed import Ranks, ShardedKeys, cost, seconds, traffic
 from cumulant.distributed.cost import Step, Way
 from cumulant.lab.bench.crew import (
@@ -217,9 +218,9 @@ def lead(rounds: int, quick: bool, private: bool) -> None:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every measurement."""
+    """Measure everything; `progress` is called before every measurement."""
     prefix = private_network()
     if not prefix:
         _log.warning(
@@ -229,7 +230,7 @@ def run(
     code = (
         f"from cumulant.lab.bench.distributed import lead; lead({rounds}, {quick}, {bool(prefix)})"
     )
-    total = 1 + 7 * (1 if quick else 3) + 5 * bool(prefix)
+    tick = counted(progress, 1 + 7 * (1 if quick else 3) + 5 * bool(prefix))
     rows: list[Row] = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -244,7 +245,7 @@ def run(
             for line in process.stdout or ():
                 found = json.loads(line)
                 if isinstance(found, str):
-                    tick(found, total)
+                    tick(found)
                 else:
                     rows.append(Row(**found))
             process.wait()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.timing import Row, interleave, row
 
 __all__ = ["run"]
@@ -88,21 +89,21 @@ def _evaluations() -> list[Row]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     n, clouds = (4096, 200) if quick else (16384, 1000)
     few = max(3, rounds // 2)
     plan = [
         (f"{n} x 64", _step(n, 64), rounds),
         (f"{clouds} clouds of 64 x 3", _ensemble(clouds, 64, 3, 10), few),
     ]
-    total = sum(len(cases) * (r + 1) for _, cases, r in plan) + 1
+    tick = counted(progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + 1)
     seconds: list[dict[str, list[float]]] = []
     for label, cases, repeats in plan:
 
         def told(name: str, label: str = label) -> None:
-            tick(f"{label}: {name}", total)
+            tick(f"{label}: {name}")
 
         seconds.append(interleave(cases, rounds=repeats, tick=told))
     names = [label for label, _, _ in plan]
@@ -113,5 +114,5 @@ def run(
         row(seconds[1], names[1], "one batched call", what, 1 / 20)
         for what in (_OUR_LOOP, _TORCH_LOOP)
     ]
-    tick("fixed points: evaluations", total)
+    tick("fixed points: evaluations")
     return rows + _evaluations()

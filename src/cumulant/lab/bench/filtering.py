@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.filtering import SwitchingLinearGaussian, filter, fit, sample
 from cumulant.lab.bench.timing import Row, interleave, row
 
@@ -139,15 +140,15 @@ def _fits(count: int) -> dict[str, Callable[[], object]]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     count, steps = (200, 100) if quick else (1000, 500)
     few = max(2, rounds // 3)
-    total = 3 * (rounds + 1) + few + 3 * (few + 1)
+    tick = counted(progress, 3 * (rounds + 1) + few + 3 * (few + 1))
 
     def told(what: str) -> None:
-        tick(what, total)
+        tick(what)
 
     with torch.no_grad():
         y, cases = _filters(count, steps)

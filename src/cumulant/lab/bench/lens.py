@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
 from cumulant.lens.models import load
@@ -81,17 +82,17 @@ def long_text() -> Callable[[], object]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     batch, length = (4, 256) if quick else (BATCH, LENGTH)
     label = f"MiniLM, {batch} x {length}"
     few = max(3, rounds // 2)
     cases = _cases(batch, length)
-    total = len(cases) * (few + 1) + (0 if quick else 3)
+    tick = counted(progress, len(cases) * (few + 1) + (0 if quick else 3))
 
     def told(what: str) -> None:
-        tick(f"{label}: {what}", total)
+        tick(f"{label}: {what}")
 
     seconds = interleave(cases, rounds=few, tick=told)
     weights = "eager, output_attentions"
@@ -102,15 +103,15 @@ def run(
     ]
     if quick:
         return rows
-    tick("peak memory of eager attention", total)
+    tick("peak memory of eager attention")
     theirs = growth(__name__, "eager_weights")
-    tick("peak memory of the lens", total)
+    tick("peak memory of the lens")
     ours = growth(__name__, "all_statistics")
     if ours is not None and theirs is not None:
         rows.append(
             Row(label, "all statistics", weights, ours, theirs, ours / theirs, 1 / 4, unit="MB")
         )
-    tick("8192 tokens", total)
+    tick("8192 tokens")
     ours = growth(__name__, "long_text")
     if ours is not None:
         scores = 24 * LONG**2 * 4 / 2**20  # one array of weights of one layer in single precision

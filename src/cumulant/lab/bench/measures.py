@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.kernels.attention import attention
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
@@ -124,9 +125,9 @@ def _links(targets: int, points: int, d: int, share: int) -> Cases:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     n, m, (targets, points, d) = (
         (4096, 1024, (128, 4000, 16))
         if quick
@@ -143,14 +144,14 @@ def run(
         (f"{m} x {m} x 64", _mixtures(m, 64), few),
         (f"{targets} x {points} x {d}", _links(targets, points, d, share), few),
     ]
-    total = sum(len(cases) * (r + 1) for _, cases, r in plan) + 2 * (not quick)
+    tick = counted(progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + 2 * (not quick))
     seconds: list[dict[str, list[float]]] = []
     for label, cases, repeats in plan:
         seconds.append(
             interleave(
                 cases,
                 rounds=repeats,
-                tick=lambda name, label=label: tick(f"{label}: {name}", total),
+                tick=lambda name, label=label: tick(f"{label}: {name}"),
             )
         )
     names = [label for label, _, _ in plan]
@@ -159,7 +160,7 @@ def run(
         row(seconds[1], names[1], "mixture " + what, _BROADCAST, 1 / 5) for what in ("G", "mean")
     ]
     if not quick:
-        rows += _memory(names[1], lambda what: tick(what, total))
+        rows += _memory(names[1], tick)
     for name in (_PLAIN, _LOOSE, _GRADIENT, _NEWTON):  # scipy did a share of the targets
         seconds[2][name] = [s * targets / share for s in seconds[2][name]]
         rows.append(row(seconds[2], names[2], "empirical link", name, 1 / 20))

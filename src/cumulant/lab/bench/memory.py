@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
 from cumulant.memory import Memory
@@ -63,27 +64,27 @@ def million() -> Callable[[], object]:
 
 
 def run(
-    *, rounds: int = 7, quick: bool = False, tick: Callable[[str, int], None] = lambda s, n: None
+    *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `tick(what, of how many)` is called before every single run."""
+    """Measure everything; `progress` is called before every single run."""
     few = max(3, rounds // 2)
     shapes = [(4096, 16384, 64, rounds), (16384, 4096, 128, rounds), (16384, 16384, 64, few)]
     if quick:
         shapes = [(2048, 8192, 64, rounds)]
-    total = sum(5 * (r + 1) for *_, r in shapes) + (0 if quick else 1)
+    tick = counted(progress, sum(5 * (r + 1) for *_, r in shapes) + (0 if quick else 1))
     rows: list[Row] = []
     for q, n, d, repeats in shapes:
         label = f"{q} in {n} x {d}"
 
         def told(what: str, label: str = label) -> None:
-            tick(f"{label}: {what}", total)
+            tick(f"{label}: {what}")
 
         seconds = interleave(_retrieval(q, n, d), rounds=repeats, tick=told)
         rows.append(row(seconds, label, "retrieve", "F.sdpa", 1.1))
         rows.append(row(seconds, label, "retrieve", "plain torch", 1 / 3))
         rows.append(row(seconds, label, "retrieve, 3 steps", "plain torch, 3 steps", 1 / 3))
     if not quick:
-        tick("10^6 patterns: peak memory", total)
+        tick("10^6 patterns: peak memory")
         grown = growth(__name__, "million")
         if grown is not None:
             scores = 256 * 1_000_000 * 4 / 2**20

@@ -7,19 +7,35 @@
 False
 """
 
-from cumulant.lab.claims.claim import VERDICTS, Claim, Evidence, Measured, Picture, Trial, verdict
+from cumulant.lab.claims.claim import (
+    EVIDENCE,
+    VERDICTS,
+    Claim,
+    Found,
+    Measured,
+    Picture,
+    Result,
+    Rule,
+    Trial,
+    table,
+    verdict,
+)
 from cumulant.lab.claims.ledger import Entry, claims, run, select
 
 __all__ = [
+    "EVIDENCE",
     "VERDICTS",
     "Claim",
     "Entry",
-    "Evidence",
+    "Found",
     "Measured",
     "Picture",
+    "Result",
+    "Rule",
     "Trial",
     "claims",
     "run",
     "select",
+    "table",
     "verdict",
 ]

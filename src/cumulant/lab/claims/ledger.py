@@ -21,11 +21,12 @@ import torch
 import cumulant
 from cumulant.core.errors import InputError
 from cumulant.lab.claims.claim import (
+    EVIDENCE,
     OPEN,
     Claim,
-    Evidence,
     Measured,
     Picture,
+    Result,
     Trial,
     Verdict,
     verdict,
@@ -38,21 +39,32 @@ FOLDERS = ("theory", "systems")
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Every claim by its id: T1 to T33, then the systems by name."""
-    found: list[Claim] = []
+    """Every claim by its id: T1 to T33, then the systems by name.
+
+    Each is a module with `CLAIM`, the data, `measure`, the experiment, and `draw`, its picture.
+    """
+    found: dict[str, Claim] = {}
     for folder in FOLDERS:
         package = import_module(f"cumulant.lab.claims.{folder}")
-        names = sorted(module.name for module in iter_modules(package.__path__))
-        found += [import_module(f"{package.__name__}.{name}").CLAIM for name in names]
-    return {claim.id: claim for claim in found}
+        for name in sorted(module.name for module in iter_modules(package.__path__)):
+            module = import_module(f"{package.__name__}.{name}")
+            claim = replace(module.CLAIM, measure=module.measure, draw=module.draw)
+            found[claim.id] = claim
+    return found
 
 
-def select(names: Iterable[str] = ()) -> list[Claim]:
+def select(names: Iterable[str] = (), *, evidence: str | None = None) -> list[Claim]:
     """The claims of these ids, in the ledger's order; all if none is named.
 
+    Args:
+        names: ids, in any case.
+        evidence: only claims that rest on this kind of evidence.
+
     Raises:
-        InputError: no claim has that id; the known ones are listed.
+        InputError: no claim has that id, or that evidence; the known ones are listed.
     """
+    if evidence is not None and evidence not in EVIDENCE:
+        raise InputError(f"evidence must be one of {', '.join(EVIDENCE)}, got {evidence!r}.")
     known = claims()
     by_name = {name.lower(): name for name in known}
     wanted: set[str] = set()
@@ -62,7 +74,8 @@ def select(names: Iterable[str] = ()) -> list[Claim]:
         if name not in by_name:
             raise InputError(f"there is no claim {given!r}; the claims are {', '.join(known)}.")
         wanted.add(name)
-    return [known[by_name[n]] for n in by_name if not wanted or n in wanted]
+    chosen = [known[by_name[n]] for n in by_name if not wanted or n in wanted]
+    return [claim for claim in chosen if evidence is None or claim.evidence == evidence]
 
 
 @dataclass(frozen=True)
@@ -96,12 +109,15 @@ class Entry:
         """Everything but the picture, for JSON; numbers that are not finite are None."""
         about = self.claim
         numbers = [
-            {name: _plain(value) for name, value in asdict(x).items()} | {"outcome": x.outcome}
+            {"name": x.name, "value": _plain(x.value)}
+            | {name: _plain(value) for name, value in asdict(x.rule).items()}
+            | {"error": _plain(x.error), "outcome": x.outcome}
             for x in self.numbers
         ]
         return {
             "id": about.id,
             "title": about.title,
+            "evidence": about.evidence,
             "verdict": self.verdict,
             "recorded": about.recorded,
             "departs": self.departs,
@@ -180,18 +196,18 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
     with torch.random.fork_rng(), _own_settings():
         torch.manual_seed(own)
         try:
-            evidence: Evidence | None = claim.experiment(Trial(own, quick))
+            result: Result | None = claim.experiment(Trial(own, quick))
             crash = None
         except Exception as error:  # whatever it is, the other claims have their say
-            evidence, crash = None, f"{type(error).__name__}: {error}".split("\n")[0]
+            result, crash = None, f"{type(error).__name__}: {error}".split("\n")[0]
     entry = replace(entry, seconds=time.perf_counter() - started, crash=crash)
-    if evidence is None:
+    if result is None:
         return entry
-    numbers = tuple(evidence.numbers)
+    numbers = tuple(result.numbers)
     return replace(
         entry,
         verdict=verdict(numbers),
         numbers=numbers,
-        finding=evidence.finding,
-        picture=evidence.picture,
+        finding=result.finding,
+        picture=result.picture,
     )

@@ -4,36 +4,56 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
+from cumulant.core.journal import Journal
+from cumulant.core.lock import locked
 from cumulant.figures import as_svg, need_matplotlib
-from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, Claim, Evidence
+from cumulant.lab.claims.claim import CORRECTED, EVIDENCE, FAILS, HOLDS, OPEN, Claim
 from cumulant.lab.claims.ledger import Entry, run, sources
 
-__all__ = ["LEDGER", "Keeper", "bound", "markdown", "measured", "outcome", "tally"]
+__all__ = ["LEDGER", "Keeper", "bound", "keeper", "markdown", "measured", "outcome", "tally"]
 
-LEDGER, PAGE, PARTIAL, FIGURES = "claims.json", "ledger.md", "claims.partial.json", "figures"
+LEDGER, PAGE, PARTIAL, FIGURES = "claims.json", "ledger.md", "claims.journal", "figures"
 
 Row = dict[str, Any]
 
 
-class Keeper:
-    """Runs claims one after another and, in a folder, keeps each as it is finished.
+@contextmanager
+def keeper(
+    claims: Sequence[Claim], *, seed: int, quick: bool, folder: Path | None, version: str
+) -> Generator[Keeper]:
+    """A `Keeper` that has its folder to itself.
 
-    An interrupted run leaves its finished claims in claims.partial.json; the same settings again
-    go on from there; other settings, or another state of the library, begin anew. An earlier
-    claims.json is replaced at the end only.
+    Raises:
+        InputError: another run writes into the folder.
+    """
+    if folder is None:
+        yield Keeper(claims, seed=seed, quick=quick, folder=None, version=version)
+        return
+    make_folder(folder)
+    with locked(folder / ".claims.lock"):
+        yield Keeper(claims, seed=seed, quick=quick, folder=folder, version=version)
+
+
+class Keeper:
+    """Runs claims one after another and, in a folder, keeps each when it is finished.
+
+    An interrupted run leaves its finished claims in claims.journal. A run with the same settings
+    resumes there; other settings, or another state of the library, start over. An earlier
+    claims.json is replaced only at the end.
 
     Args:
         claims: what to run.
         seed: makes the run repeatable.
         quick: small experiments.
         folder: where to keep it; None keeps nothing.
-        version: of the library; another version begins anew.
+        version: of the library; another version starts over.
     """
 
     def __init__(
@@ -49,10 +69,16 @@ class Keeper:
         self.about: Row = {"version": version, "seed": seed, "quick": quick}
         self.pictures = folder is not None and _can_draw()
         self.rows: dict[str, Row] = {}
+        self._journal: Journal | None = None
         if folder is not None:
             make_folder(folder)
             make_folder(folder / FIGURES)
-            self.rows = self._earlier()
+            settings = {**self.about, "sources": sources(), "pictures": self.pictures}
+            self._journal = Journal(folder / PARTIAL, settings)
+            if self._journal.differs:
+                self._journal.restart()
+            rows: dict[str, Row] = {row["id"]: row for row in self._journal}
+            self.rows = {name: row for name, row in rows.items() if self._sound(name, row)}
 
     @property
     def done(self) -> int:
@@ -67,7 +93,8 @@ class Keeper:
             if self.folder is not None:
                 self._draw(entry, row)
             self.rows[claim.id] = row
-            self._keep(self.rows.values())
+            if self._journal is not None:
+                self._journal.append(row)
         return self.rows[claim.id]
 
     def finish(self) -> Row:
@@ -75,25 +102,14 @@ class Keeper:
         asked = [claim.id for claim in self.claims]
         rows = [self.rows[name] for name in asked]
         ledger = {**self.about, "complete": True, "asked": asked, "claims": rows}
-        if self.folder is not None:
+        if self.folder is not None and self._journal is not None:
+            text = json.dumps(ledger, indent=1, allow_nan=False, ensure_ascii=False)
             page = markdown(ledger)
-            _write(self.folder / LEDGER, ledger)
+            write_file(self.folder / LEDGER, text + "\n")
             write_file(self.folder / PAGE, page)
             # Other claims of a run that was interrupted stay for it.
-            self._keep(row for name, row in self.rows.items() if name not in asked)
+            self._journal.rewrite(row for name, row in self.rows.items() if name not in asked)
         return ledger
-
-    def _settings(self) -> Row:
-        """What rows must have in common to stand in one ledger."""
-        return {**self.about, "sources": sources(), "pictures": self.pictures}
-
-    def _keep(self, rows: Iterable[Row]) -> None:
-        if self.folder is None:
-            return
-        if kept := list(rows):
-            _write(self.folder / PARTIAL, {"about": self._settings(), "claims": kept})
-        else:
-            (self.folder / PARTIAL).unlink(missing_ok=True)
 
     def _draw(self, entry: Entry, row: Row) -> None:
         """The picture, if there is one; a claim without loses that of an earlier run."""
@@ -112,30 +128,11 @@ class Keeper:
             return
         write_file(path, content)
 
-    def _earlier(self) -> dict[str, Row]:
-        """Rows of an interrupted run with these settings; none of it if anything is amiss."""
-        assert self.folder is not None
-        try:
-            kept = json.loads((self.folder / PARTIAL).read_text(encoding="utf-8"))
-            rows: list[Row] = [dict(row) for row in kept["claims"]] if self._same(kept) else []
-            markdown({**self.about, "claims": rows})  # can they be shown?
-            json.dumps(rows, allow_nan=False).encode()
-            complete = {row["id"]: row for row in rows if set(row) == _FIELDS}
-        except Exception:  # whatever a damaged file makes of itself
-            return {}
-        # What crashed or lacked something is tried again.
-        return {name: row for name, row in complete.items() if self._sound(name, row)}
-
-    def _same(self, kept: Row) -> bool:
-        return bool(kept["about"] == self._settings())
-
     def _sound(self, name: str, row: Row) -> bool:
+        """Whether an earlier row serves: what crashed, or lacked something, is tried again."""
         assert self.folder is not None
         drawn = row["caption"] is None or (self.folder / FIGURES / f"{name}.svg").is_file()
         return drawn and row["crash"] is None and row["not_run"] is None
-
-
-_FIELDS = set(Entry(Claim("", "", "", "", "", OPEN, lambda _: Evidence((), "")), 0, True).as_dict())
 
 
 def _can_draw() -> bool:
@@ -144,11 +141,6 @@ def _can_draw() -> bool:
     except InputError:
         return False
     return True
-
-
-def _write(path: Path, content: Row) -> None:
-    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
-    write_file(path, text + "\n")
 
 
 def tally(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -186,10 +178,17 @@ def markdown(ledger: Mapping[str, Any]) -> str:
         "",
         f"Made by `cumulant claims{flags}`, version {ledger['version']}: {tally(rows)}.",
         "",
-        "| | claim | verdict |",
-        "|---|---|---|",
+        "A verdict rests on one of three kinds of evidence: "
+        + "; ".join(f"*{name}*, {says}" for name, says in EVIDENCE.items())
+        + ".",
+        "",
+        "| | claim | verdict | evidence |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} |" for r in rows]
+    lines += [
+        f"| [{r['id']}](#{r['id'].lower()}) | {r['title']} | {outcome(r)} | {r['evidence']} |"
+        for r in rows
+    ]
     for row in rows:
         lines += ["", *_section(row)]
     return "\n".join(lines) + "\n"
@@ -197,7 +196,8 @@ def markdown(ledger: Mapping[str, Any]) -> str:
 
 def _section(row: Row) -> list[str]:
     lines = [f"## {row['id']}", "", f"**{row['title']}: {outcome(row)}.** {row['statement']}"]
-    lines += ["", f"$$\n{row['formula']}\n$$", "", f"Source: {row['source']}."]
+    lines += ["", f"$$\n{row['formula']}\n$$", ""]
+    lines += [f"Source: {row['source']}. Evidence: {row['evidence']}."]
     if row["systems"]:
         lines[-1] += f" Known as: {', '.join(row['systems'])}."
     if row["correction"]:

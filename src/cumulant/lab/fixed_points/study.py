@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.files import make_folder, write_file
+from cumulant.core.progress import ProgressCallback, counted
 from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
 from cumulant.dynamics.gaussian import gaussian_flow
 from cumulant.dynamics.gaussianity import gaussianity
@@ -181,8 +182,9 @@ def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
     return found
 
 
-def run(*, quick: bool = False, tick: Tick = lambda what: None) -> Study:
+def run(*, quick: bool = False, progress: ProgressCallback | None = None) -> Study:
     """All experiments: about twenty minutes on one core, or ten seconds if quick."""
+    tick = counted(progress)
     sizes, betas = ([32, 128], [1.0]) if quick else ([32, 128, 512, 2048], [0.25, 1.0, 4.0])
     return Study(
         rejected=gaussian_kept(sizes, betas, 20 if quick else 40, 16 if quick else 64, tick),
@@ -209,7 +211,7 @@ def main(folder: Path, quick: bool) -> None:
     from cumulant.lab.fixed_points.figures import draw
 
     make_folder(folder)
-    study = run(quick=quick, tick=lambda what: print(what, file=sys.stderr, flush=True))  # noqa: T201
+    study = run(quick=quick, progress=lambda x: print(x.what, file=sys.stderr, flush=True))  # noqa: T201
     numbers = {n: x for n, x in asdict(study).items() if n != "limits"}
     write_file(folder / "fixed-point.json", json.dumps(numbers, indent=1))
     draw(study, folder)

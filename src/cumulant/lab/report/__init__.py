@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cumulant.lab.report.gathering import finish, gather
+from cumulant.lab.report.gathering import LOCK, finish, gather
 from cumulant.lab.report.page import Parts, render
 
-__all__ = ["Parts", "finish", "gather", "render"]
+__all__ = ["LOCK", "Parts", "finish", "gather", "render"]

@@ -60,6 +60,7 @@ class Shown:
     id: str
     title: str
     kind: Kind
+    evidence: str
     statement: str
     source: str
     formula: str
@@ -91,6 +92,7 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         id=str(row["id"]),
         title=str(row["title"]),
         kind=kind,
+        evidence=str(row.get("evidence", "")),
         statement=str(row["statement"]),
         source=str(row["source"]),
         formula=mathml(str(row["formula"])) if row["formula"] else "",

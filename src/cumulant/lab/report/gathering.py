@@ -1,10 +1,10 @@
-"""What the report is made of, part after part; each is kept, so an interrupted run can go on."""
+"""What the report is made of, part after part; each is kept, so an interrupted run can resume."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cumulant.core.errors import InputError
-from cumulant.core.files import make_folder, write_file
+from cumulant.core.files import make_folder
+from cumulant.core.journal import Journal
+from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.filtering.filters import filter
 from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
@@ -20,37 +22,38 @@ from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize
 from cumulant.lab.bench.timing import machine
 from cumulant.lab.claims.ledger import select, sources
-from cumulant.lab.claims.record import FIGURES, Keeper
+from cumulant.lab.claims.record import FIGURES, keeper
 from cumulant.lab.claims.theory.t17 import ANSWER
 from cumulant.lab.report.page import Parts
 from cumulant.lens.examination import Examination
-from cumulant.lens.examining import Progress, examine
+from cumulant.lens.examining import examine
 from cumulant.lens.models import DEMO, load
 from cumulant.lens.texts import PASSAGE_SOURCE, passage
 
-__all__ = ["Tell", "finish", "gather"]
+__all__ = ["LOCK", "finish", "gather"]
 
-STATE, LEDGER = "report.partial.json", "claims"
+STATE, LOCK, LEDGER = "report.journal", ".report.lock", "claims"
 BENCHES = ("calculus", "measures", "dynamics", "memory", "contrastive", "filtering", "lens")
 
 OPTIONAL = ("matplotlib", "transformers", DEMO, "filterpy", "statsmodels")
 
-# What is being done, how much of it is done, and how much there is; 0 if nobody knows.
-Tell = Callable[[str, int, int], None]
 Content = dict[str, Any]
 
 
-def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) -> Parts:
-    """Run everything the report shows, or take up what an interrupted run of it left.
+def gather(
+    folder: Path, *, seed: int, quick: bool, version: str, progress: ProgressCallback
+) -> Parts:
+    """Run everything the report shows, or resume what an interrupted run of it left.
 
-    A part that cannot be made, for want of a package, is left out and noted.
+    A part that cannot be made because a package is missing is left out and noted. The caller holds
+    the lock.
 
     Args:
         folder: where the parts are kept.
         seed: of the experiments.
         quick: small experiments, and the benchmark of attention alone.
         version: of the library.
-        tell: called before each piece of work.
+        progress: called before each piece of work.
     """
     make_folder(folder)
     # What another environment left out is made here.
@@ -58,18 +61,18 @@ def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) ->
     about = {"version": version, "seed": seed, "quick": quick, "packages": there}
     kept = _Kept(folder, {**about, "sources": sources()})
     started, notes = time.monotonic(), list[str]()
-    ledger = kept.part("ledger", lambda: _ledger(folder / LEDGER, seed, quick, version, tell))
+    ledger = kept.part("ledger", lambda: _ledger(folder / LEDGER, seed, quick, version, progress))
     figures = _figures(folder / LEDGER, ledger, notes)
     try:
-        tell("the lens: loading the model", 0, 0)
-        kept.part("lens", lambda: _lens(folder / "lens", tell))
+        progress(Progress(0, None, "the lens: loading the model"))
+        kept.part("lens", lambda: _lens(folder / "lens", progress))
         lens = Examination.load(folder / "lens").report_data()
     except InputError as error:
         lens = None
         notes.append(f"The lens is left out: {error}")
-    series = kept.part("series", lambda: _series(tell))
+    series = kept.part("series", lambda: _series(progress))
     chosen = BENCHES[:1] if quick else BENCHES
-    measured = [kept.part(f"bench {name}", lambda n=name: _bench(n, tell)) for name in chosen]
+    measured = [kept.part(f"bench {name}", lambda n=name: _bench(n, progress)) for name in chosen]
     notes += [each["note"] for each in measured if "note" in each]
     return Parts(
         ledger=ledger,
@@ -95,39 +98,37 @@ def gather(folder: Path, *, seed: int, quick: bool, version: str, tell: Tell) ->
 
 
 def finish(folder: Path) -> None:
-    """The report is written: the next run begins anew."""
+    """The report is written: the next run starts over."""
     (folder / STATE).unlink(missing_ok=True)
 
 
 class _Kept:
     """Finished parts of a run with these settings; those of another are forgotten."""
 
-    def __init__(self, folder: Path, about: Content) -> None:
-        self.path, self.about, self.parts = folder / STATE, about, dict[str, Any]()
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if found["about"] == about:
-                self.parts = dict(found["parts"])
-        except Exception:  # whatever a damaged file makes of itself
-            self.parts = {}
+    def __init__(self, folder: Path, settings: Content) -> None:
+        self._journal = Journal(folder / STATE, settings)
+        if self._journal.differs:
+            self._journal.restart()
+        self.parts: dict[str, Any] = dict(self._journal)
 
     def part(self, name: str, make: Callable[[], Any]) -> Any:
         """The part, made if it is not there."""
         if name not in self.parts:
             self.parts[name] = make()
-            content = {"about": self.about, "parts": self.parts}
-            write_file(self.path, json.dumps(content, allow_nan=False))
+            self._journal.append([name, self.parts[name]])
         return self.parts[name]
 
 
-def _ledger(folder: Path, seed: int, quick: bool, version: str, tell: Tell) -> Content:
+def _ledger(
+    folder: Path, seed: int, quick: bool, version: str, progress: ProgressCallback
+) -> Content:
     """Every claim; the pictures are in files."""
     chosen = select()
-    keeper = Keeper(chosen, seed=seed, quick=quick, folder=folder, version=version)
-    for i, claim in enumerate(chosen):
-        tell(f"claim {claim.id}: {claim.title}", i, len(chosen))
-        keeper.run(claim)
-    return keeper.finish()
+    with keeper(chosen, seed=seed, quick=quick, folder=folder, version=version) as keep:
+        for i, claim in enumerate(chosen):
+            progress(Progress(i, len(chosen), f"claim {claim.id}: {claim.title}"))
+            keep.run(claim)
+        return keep.finish()
 
 
 def _figures(folder: Path, ledger: Content, notes: list[str]) -> dict[str, str]:
@@ -139,22 +140,24 @@ def _figures(folder: Path, ledger: Content, notes: list[str]) -> dict[str, str]:
     return {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
 
 
-def _lens(folder: Path, tell: Tell) -> bool:
+def _lens(folder: Path, progress: ProgressCallback) -> bool:
     """The lens on the default model and text, in a folder of its own."""
     loaded = load()
-
-    def tick(now: Progress) -> None:
-        tell("the lens: reading", now.done, now.total or 0)
-
-    told = [*loaded.notes, f"The text is from {PASSAGE_SOURCE}."]
-    about: Content = {"name": loaded.name, "notes": told, "folder": folder, "progress": tick}
-    examine(loaded.model, loaded.tokenizer, [passage()], **about)
+    examine(
+        loaded.model,
+        loaded.tokenizer,
+        [passage()],
+        name=loaded.name,
+        notes=[*loaded.notes, f"The text is from {PASSAGE_SOURCE}."],
+        folder=folder,
+        progress=lambda now: progress(replace(now, what="the lens: reading")),
+    )
     return True
 
 
-def _series(tell: Tell) -> Content:
+def _series(progress: ProgressCallback) -> Content:
     """US inflation by GPB2: trend and regimes, given all observations."""
-    tell("a series: inflation in two regimes", 0, 0)
+    progress(Progress(0, None, "a series: inflation in two regimes"))
     source, parameters = example_files()
     series, (model, names) = read_series(source), read_model(parameters)
     post = filter(model, series.values)
@@ -188,17 +191,14 @@ def _series(tell: Tell) -> Content:
     }
 
 
-def _bench(name: str, tell: Tell) -> Content:
+def _bench(name: str, progress: ProgressCallback) -> Content:
     """Ratios of one benchmark at its small shapes, or why there are none."""
-    count = 0
 
-    def tick(what: str, total: int) -> None:
-        nonlocal count
-        tell(f"benchmark {name}: {what}", count, total)
-        count += 1
+    def named(now: Progress) -> None:
+        progress(replace(now, what=f"benchmark {name}: {now.what}"))
 
     try:
-        rows = import_module(f"cumulant.lab.bench.{name}").run(rounds=3, quick=True, tick=tick)
+        rows = import_module(f"cumulant.lab.bench.{name}").run(rounds=3, quick=True, progress=named)
     except (InputError, ImportError) as error:
         return {"note": f"The benchmark {name} is left out: {error}"}
     told = [{"bench": name, **row.as_dict()} for row in rows]

@@ -1,17 +1,23 @@
-// The ledger: filter by verdict, open by link, all open in print.
+// The ledger: filter by verdict and by evidence, open by link, all open in print.
 if (byId("ledger")) {
   const entries = [...document.querySelectorAll(".entry")], chips = [...document.querySelectorAll(".chips li")];
-  const filters = [...document.querySelectorAll("#ledger-controls [data-kind]")], everything = byId("ledger-open");
+  const everything = byId("ledger-open"), chosen = { kind: "", evidence: "" };
   const folded = (entry) => entry.querySelector("details");
+  const filters = (name) => [...document.querySelectorAll(`#ledger-controls [data-${name}]`)];
 
-  function show(kind) {
-    for (const button of filters) button.setAttribute("aria-pressed", String(button.dataset.kind === kind));
-    for (const entry of entries) entry.hidden = kind !== "" && entry.dataset.kind !== kind;
-    for (const chip of chips) chip.hidden = kind !== "" && chip.dataset.kind !== kind;
+  function show(choice) {
+    Object.assign(chosen, choice);
+    for (const name in chosen) {
+      for (const button of filters(name)) button.setAttribute("aria-pressed", String(button.dataset[name] === chosen[name]));
+    }
+    const left = (x) => Object.keys(chosen).some((name) => chosen[name] !== "" && x.dataset[name] !== chosen[name]);
+    for (const x of [...entries, ...chips]) x.hidden = left(x);
     const shown = entries.filter((e) => !e.hidden).length;
     byId("ledger-said").textContent = `${shown} of ${entries.length} claims shown`;
   }
-  for (const button of filters) button.addEventListener("click", () => show(button.dataset.kind));
+  for (const name in chosen) {
+    for (const button of filters(name)) button.addEventListener("click", () => show({ [name]: button.dataset[name] }));
+  }
 
   everything.addEventListener("click", () => {
     const open = everything.getAttribute("aria-pressed") !== "true";
@@ -24,7 +30,7 @@ if (byId("ledger")) {
   function follow() {
     const entry = entries.find((e) => [e.id, encodeURIComponent(e.id)].includes(location.hash.slice(1)));
     if (!entry) return;
-    if (entry.hidden) show("");
+    if (entry.hidden) show({ kind: "", evidence: "" });
     folded(entry).open = true;
     entry.scrollIntoView({ block: "start" });
   }

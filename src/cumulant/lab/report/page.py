@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cumulant.lab.claims.claim import EVIDENCE
 from cumulant.lab.report.drawings import drawing
 from cumulant.lab.report.entries import KINDS, Kind, Shown, shown
 from cumulant.lens.report import ReportData, findings
@@ -100,6 +101,7 @@ def render(parts: Parts) -> str:
         "formulas": [(title, mathml(tex), says) for title, tex, says in FORMULAS],
         "entries": entries,
         "kinds": _kinds(entries),
+        "evidence": _evidence(entries),
         "tally": ", ".join(kind.counted(amount) for kind, amount in _kinds(entries)),
         "departures": [e.id for e in entries if e.departs],
         "answer": _answer(parts, entries),
@@ -119,6 +121,12 @@ def _kinds(entries: Sequence[Shown]) -> list[tuple[Kind, int]]:
     """The verdicts there are, and how many entries have them."""
     amounts = {kind: sum(e.kind is kind for e in entries) for kind in KINDS}
     return [(kind, amount) for kind, amount in amounts.items() if amount]
+
+
+def _evidence(entries: Sequence[Shown]) -> list[tuple[str, str, int]]:
+    """The kinds of evidence there are: name, what it means, how many entries rest on it."""
+    amounts = {name: sum(e.evidence == name for e in entries) for name in EVIDENCE}
+    return [(name, EVIDENCE[name], amount) for name, amount in amounts.items() if amount]
 
 
 def _answer(parts: Parts, entries: Sequence[Shown]) -> dict[str, Any] | None:

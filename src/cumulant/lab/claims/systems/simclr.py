@@ -11,7 +11,37 @@ from torch import Tensor
 
 from cumulant import contrastive
 from cumulant.figures import MUTED, cycle, tidy
-from cumulant.lab.claims.claim import HOLDS, Claim, Evidence, Picture, Trial, at_most, noted
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap
+
+CLAIM = Claim(
+    id="simclr",
+    title="SimCLR",
+    evidence="simulation",
+    statement="NT-Xent, with its 2N views, each of them left out of its own normalizer, is the "
+    "likelihood of the tilted family on the sphere. It pulls views of one thing together and "
+    "spreads things evenly.",
+    source="main draft, section 1; exponential family draft, after eq. (7); Chen et al. (2020)",
+    formula=r"\ell_{ij} = -\log \frac{\exp\left(\operatorname{sim}(z_i, z_j)/\tau\right)}"
+    r"{\sum_{k \ne i} \exp\left(\operatorname{sim}(z_i, z_k)/\tau\right)}",
+    recorded="holds",
+    systems=("SimCLR",),
+    tests=("tests/contrastive/test_info_nce.py",),
+    rules=table("""
+      statement:
+        value_gap ≤ 1e-12: loss against NT-Xent written out pair by pair
+        gradient_gap ≤ 1e-12: its gradient against torch's of that
+        alignment ≤ 0.2: mean squared distance of two views after training
+        uniformity ≤ 0.1: uniformity less that of the uniform law
+      noted:
+        alignment_before: mean squared distance before training
+    """),
+    finding="The loss is NT-Xent to {value_gap:.0e}, its gradient to {gradient_gap:.0e}. Training "
+    "brings the squared distance of two views from {alignment_before:.2f} to {alignment:.2f}, and "
+    "the uniformity to within {within:g} of that of the uniform law on the circle.",
+    caption="Views on the circle, radii jittered, the color their thing's angle. Training orders "
+    "the things by angle and spreads them evenly: aligned and uniform.",
+)
 
 
 def published(z: Tensor, temperature: float) -> Tensor:
@@ -24,7 +54,7 @@ def published(z: Tensor, temperature: float) -> Tensor:
     return total / len(z)
 
 
-def agreement(trial: Trial) -> tuple[Tensor, Tensor]:
+def agreement(trial: Trial) -> tuple[float, float]:
     """Largest error of `nt_xent` and `info_nce`, in value and in gradient."""
     z = trial.normal(24, 8).requires_grad_()
     pairs = torch.arange(24) ^ 1
@@ -35,7 +65,7 @@ def agreement(trial: Trial) -> tuple[Tensor, Tensor]:
     )
     slopes = [torch.autograd.grad(loss, z)[0] for loss in losses]
     values = torch.stack(losses).detach()
-    return (values - values[0]).abs().max(), (torch.stack(slopes) - slopes[0]).abs().max()
+    return gap(values, values[0]), gap(torch.stack(slopes), slopes[0])
 
 
 def alignment(first: Tensor, second: Tensor) -> float:
@@ -50,27 +80,26 @@ def uniformity(z: Tensor) -> float:
     return float((-2 * squares[off]).exp().mean().log())
 
 
-def experiment(trial: Trial) -> Evidence:
-    """Value and gradient written out; then a linear encoder learns what two views share.
+def views(trial: Trial, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Angles of things, and two views of each.
 
-    A thing is an angle. A view shows its point on an ellipse beside six coordinates of noise,
-    which are larger, and differ from view to view.
+    A view shows the thing's point on an ellipse beside six coordinates of noise, which are larger
+    and differ from view to view.
     """
+    angle = 2 * math.pi * trial.uniform(n)
+    shared = torch.stack([angle.cos(), 0.5 * angle.sin()], -1)
+    first, second = (
+        torch.cat([shared + 0.05 * trial.normal(n, 2), trial.normal(n, 6)], -1) for _ in range(2)
+    )
+    return angle, first, second
+
+
+def measure(trial: Trial) -> Found:
+    """Value and gradient written out; then a linear encoder learns what two views share."""
     value, slope = agreement(trial)
-    count = trial.size(512, 256)
-
-    def views(n: int) -> tuple[Tensor, Tensor, Tensor]:
-        angle = 2 * math.pi * trial.uniform(n)
-        shared = torch.stack([angle.cos(), 0.5 * angle.sin()], -1)
-        first, second = (
-            torch.cat([shared + 0.05 * trial.normal(n, 2), trial.normal(n, 6)], -1)
-            for _ in range(2)
-        )
-        return angle, first, second
-
     # Orthogonal columns: from nearly parallel ones training takes long to open the circle.
     encoder = torch.linalg.qr(trial.normal(8, 2)).Q.clone().requires_grad_()
-    angle, *held = views(500)
+    angle, *held = views(trial, 500)
 
     def encoded() -> list[Tensor]:
         return [torch.nn.functional.normalize((x @ encoder).detach(), dim=-1) for x in held]
@@ -78,58 +107,29 @@ def experiment(trial: Trial) -> Evidence:
     start = encoded()
     optimizer = torch.optim.Adam([encoder], lr=0.1)
     for _ in range(120):
-        _, first, second = views(count)
+        _, first, second = views(trial, trial.size(512, 256))
         optimizer.zero_grad()
         contrastive.nt_xent(first @ encoder, second @ encoder, 0.2).backward()
         optimizer.step()
     end = encoded()
     # On the circle the mean of exp(−2‖z − z'‖²) under the uniform law is e⁻⁴ I₀(4).
-    uniform = math.log(float(import_module("scipy.special").ive(0, 4.0)))
-    apart = uniformity(torch.cat(end)) - uniform
-    before, after = alignment(*start), alignment(*end)
-    radius = 1 + 0.12 * trial.normal(len(angle), 1)
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 2)
-        for axis, (z, _), title in zip(axes, (start, end), ("before", "after"), strict=True):
-            axis.scatter(*(z * radius).T, c=angle, cmap=cycle(), s=6)
-            axis.set(aspect="equal", xticks=[], yticks=[], xlim=(-1.5, 1.5), ylim=(-1.5, 1.5))
-            axis.set_title(title, color=MUTED)
-            tidy(axis)
-
-    return Evidence(
-        [
-            at_most("value_gap", value, 1e-12, "loss against NT-Xent written out pair by pair"),
-            at_most("gradient_gap", slope, 1e-12, "its gradient against torch's of that"),
-            at_most("alignment", after, 0.2, "mean squared distance of two views after training"),
-            at_most("uniformity", apart, 0.1, "uniformity less that of the uniform law"),
-            noted("alignment_before", before, "mean squared distance before training"),
-        ],
-        f"The loss is NT-Xent to {float(value):.0e}, its gradient to {float(slope):.0e}. Training "
-        f"brings the squared distance of two views from {before:.2f} to {after:.2f}, and the "
-        f"uniformity to within {math.ceil(1e4 * abs(apart)) / 1e4:g} of that of the uniform law on "
-        "the circle.",
-        Picture(
-            draw,
-            "Views on the circle, radii jittered, the color their thing's angle. Training orders "
-            "the things by angle and spreads them evenly: aligned and uniform.",
-        ),
-    )
+    apart = uniformity(torch.cat(end)) - math.log(float(import_module("scipy.special").ive(0, 4.0)))
+    numbers = {
+        "value_gap": value,
+        "gradient_gap": slope,
+        "alignment": alignment(*end),
+        "uniformity": apart,
+        "alignment_before": alignment(*start),
+    }
+    radius, within = 1 + 0.12 * trial.normal(len(angle), 1), math.ceil(1e4 * abs(apart)) / 1e4
+    return Found(numbers, within=within, angle=angle, radius=radius, start=start, end=end)
 
 
-CLAIM = Claim(
-    id="simclr",
-    title="SimCLR",
-    statement=(
-        "NT-Xent, with its 2N views, each of them left out of its own normalizer, is the "
-        "likelihood of the tilted family on the sphere. It pulls views of one thing together and "
-        "spreads things evenly."
-    ),
-    source="main draft, section 1; exponential family draft, after eq. (7); Chen et al. (2020)",
-    formula=r"\ell_{ij} = -\log \frac{\exp\left(\operatorname{sim}(z_i, z_j)/\tau\right)}"
-    r"{\sum_{k \ne i} \exp\left(\operatorname{sim}(z_i, z_k)/\tau\right)}",
-    recorded=HOLDS,
-    experiment=experiment,
-    systems=("SimCLR",),
-    tests=("tests/contrastive/test_info_nce.py",),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """Views on the circle before and after training."""
+    axes = figure.subplots(1, 2)
+    for axis, (z, _), title in zip(axes, (seen.start, seen.end), ("before", "after"), strict=True):
+        axis.scatter(*(z * seen.radius).T, c=seen.angle, cmap=cycle(), s=6)
+        axis.set(aspect="equal", xticks=[], yticks=[], xlim=(-1.5, 1.5), ylim=(-1.5, 1.5))
+        axis.set_title(title, color=MUTED)
+        tidy(axis)

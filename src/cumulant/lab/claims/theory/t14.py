@@ -10,14 +10,56 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.figures import INK, series_color
-from cumulant.lab.claims.claim import CORRECTED, Claim, Evidence, Picture, Trial, at_least, at_most
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap, pair_ratios
+
+CLAIM = Claim(
+    id="T14",
+    title="Expansion",
+    evidence="identity",
+    statement="The attention step moves points apart, and repeated it drives them to infinity. "
+    "(The draft ignores weights; this is read as being about sublayers as they are.)",
+    correction="It is true of two points under the same measure, since G is convex. It fails with "
+    "causal masks, with general weights (unless the value map is the score matrix), and between "
+    "two configurations of the whole cloud.",
+    source="abstract; exponential family draft, §3.1",
+    formula=r"1 \le \frac{\|x' - y'\|}{\|x - y\|} \le "
+    r"1 + \frac{\tau\beta}{4} \operatorname{diam}^2, \qquad "
+    r"x' = x + \tau\nabla_x\, \beta^{-1}G(\beta x)",
+    recorded="holds with a correction",
+    tests=("tests/laws/test_expansion.py",),
+    rules=table("""
+      statement:
+        causal_ratio ≥ 1: least ratio under a causal mask
+        weights_ratio ≥ 1: least ratio with random weights
+        configurations_ratio ≥ 1: least ratio for two clouds that differ a little (singular value of
+            the whole map)
+      correction:
+        one_measure_ratio ≥ 0.999999999: least ratio of two points that see the same measure
+        bound_share ≤ 1.000000001: largest ratio minus 1, as a share of τβ diam²/4
+        tied_ratio ≥ 0.999999999: least ratio with weights whose value map is the score matrix
+        growth ≥ 1.9: growth in the last of 60 steps without contraction (2 at last: x ← x + x)
+      control:
+        step_gap ≤ 1e-11: library against the sublayer and the bound written out
+    """),
+    finding="Points under one measure never come closer (least ratio {one_measure_ratio:.3f}). A "
+    "causal mask lets the ratio fall to {causal_ratio:.2f}, general weights to "
+    "{weights_ratio:.2f}, and two clouds can approach each other by a factor "
+    "{configurations_ratio:.2f}.",
+    caption="Ratios of distances in one step, over all pairs of many clouds. Where all points see "
+    "one measure none is below 1; with a causal mask {causal_below:.1%} are, with general weights "
+    "{general_below:.0%}.",
+)
+
+
+CASES = ("one", "causal", "general", "tied")
 
 
 def written_out(
-    x: Tensor, beta: float, tau: float, weights: tuple[Tensor, ...] | None, causal: bool
+    x: Tensor, beta: float, tau: float, weights: dict[str, Tensor], causal: bool
 ) -> Tensor:
     """The sublayer in plain torch."""
-    q, k, v = (x, x, x) if weights is None else (x @ W for W in weights)
+    q, k, v = (x @ W for W in weights.values()) if weights else (x, x, x)
     scores = beta * q @ k.mT
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -25,153 +67,82 @@ def written_out(
     return x + tau * scores.softmax(-1) @ v
 
 
-def ratios(before: Tensor, after: Tensor) -> Tensor:
-    """Distances after over distances before, over all pairs of a cloud."""
-    i, j = torch.triu_indices(before.shape[-2], before.shape[-2], 1)
-    return ((after[..., i, :] - after[..., j, :]).norm(dim=-1)) / (
-        (before[..., i, :] - before[..., j, :]).norm(dim=-1)
-    )
+def one_cloud(trial: Trial) -> tuple[dict[str, Tensor], Tensor, float]:
+    """A random cloud, temperature and step size.
+
+    Returns:
+        Ratios of distances over all pairs, for each case; the largest of the first minus 1, as a
+        share of τβ diam²/4; the largest error of the library's steps and bound.
+    """
+    n, d, gaps = 24, 4, list[float]()
+    beta, tau = 4.0 * float(trial.uniform(1)), 2.0 * float(trial.uniform(1)) + 0.1
+    x = (0.2 + float(trial.uniform(1))) * trial.normal(n, d) + trial.normal(1, d)
+    Q, K, V = trial.normal(3, d, d) / d**0.5
+    names = ("query_weight", "key_weight", "value_weight")
+    general: dict[str, Any] = dict(zip(names, (Q, K, V), strict=True))
+    tied = {**general, "value_weight": K @ Q.mT}  # the value map is the score matrix
+    cases: tuple[dict[str, Any], ...] = ({}, {}, general, tied)
+    found: dict[str, Tensor] = {}
+    for case, weights in zip(CASES, cases, strict=True):
+        causal = case == "causal"
+        y = dynamics.step(x, beta=beta, step_size=tau, is_causal=causal, **weights)
+        gaps.append(gap(y, written_out(x, beta, tau, weights, causal)))
+        found[case] = pair_ratios(x, y)
+    most = tau * beta * float(torch.cdist(x, x).max()) ** 2 / 4
+    bound = dynamics.bounds(x, beta=beta, step_size=tau).pairs
+    gaps.append(float((bound - 1 - most).abs() / bound))
+    return found, (found["one"].max() - 1) / most, max(gaps)
 
 
-def experiment(trial: Trial) -> Evidence:
-    """Ratios of distances over many clouds, temperatures and step sizes."""
-    clouds, n, d = trial.size(60, 12), 24, 4
-    one: list[Tensor] = []
-    shares: list[Tensor] = []
-    causal: list[Tensor] = []
-    general: list[Tensor] = []
-    tied: list[Tensor] = []
-    gaps: list[Tensor] = []
-    for k in range(clouds):
-        beta, tau = 4.0 * float(trial.uniform(1)), 2.0 * float(trial.uniform(1)) + 0.1
-        x = (0.2 + float(trial.uniform(1))) * trial.normal(n, d) + trial.normal(1, d)
-        W = tuple(trial.normal(3, d, d) / d**0.5)
-        same = (W[0], W[1], W[1] @ W[0].mT)  # the value map is the score matrix
-        diameter = float(torch.cdist(x, x).max())
-        cases = (
-            (one, None, False),
-            (causal, None, True),
-            (general, W, False),
-            (tied, same, False),
-        )
-        for found, weights, masked in cases:
-            names = ("query_weight", "key_weight", "value_weight")
-            given = dict(zip(names, weights, strict=True)) if weights else {}
-            y = dynamics.step(x, beta=beta, step_size=tau, is_causal=masked, **given)
-            gaps.append((y - written_out(x, beta, tau, weights, masked)).abs().max())
-            found.append(ratios(x, y))
-        shares.append((one[k].max() - 1) / (tau * beta * diameter**2 / 4))
-        bound = dynamics.bounds(x, beta=beta, step_size=tau).pairs
-        gaps.append((bound - 1 - tau * beta * diameter**2 / 4).abs() / bound)
-    # Two clouds that differ a little: the direction in which the joint map shrinks most.
+def between_clouds(trial: Trial) -> Tensor:
+    """Least ratio of two clouds that differ a little: where the joint map shrinks most."""
     x = 2 * trial.normal(trial.size(60, 20), 3, 2)
 
     def sublayer(z: Tensor) -> Tensor:
         return dynamics.step(z.reshape(3, 2), beta=2.0).flatten()
 
     jacobian: Any = torch.stack([torch.func.jacrev(sublayer)(z.flatten()) for z in x])
-    between = torch.linalg.svdvals(jacobian)[:, -1].min()
+    return torch.linalg.svdvals(jacobian)[:, -1].min()
+
+
+def measure(trial: Trial) -> Found:
+    """Ratios of distances over many clouds, temperatures and step sizes."""
+    found, shares, gaps = zip(*(one_cloud(trial) for _ in range(trial.size(60, 12))), strict=True)
+    ratios = {case: torch.stack([x[case] for x in found]) for case in CASES}
+    between = between_clouds(trial)
     norms = dynamics.simulate(trial.normal(6, 8, 3), 60).observables["norm"]
-    apart, masked, weighted, again = (torch.stack(r) for r in (one, causal, general, tied))
+    numbers = {
+        "causal_ratio": ratios["causal"].min(),
+        "weights_ratio": ratios["general"].min(),
+        "configurations_ratio": between,
+        "one_measure_ratio": ratios["one"].min(),
+        "bound_share": max(shares),
+        "tied_ratio": ratios["tied"].min(),
+        "growth": (norms[-1] / norms[-2]).min(),
+        "step_gap": max(gaps),
+    }
+    below = {f"{case}_below": (x < 1).double().mean() for case, x in ratios.items()}
+    return Found(numbers, ratios=ratios, **below)
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        named = (
-            (apart, "one measure", "-"),
-            (again, "weights with V = Aᵀ", "--"),
-            (masked, "causal mask", "-."),
-            (weighted, "general weights", ":"),
-        )
-        for i, (found, label, dash) in enumerate(named):
-            value = found.flatten().sort().values
-            keep = torch.linspace(0, len(value) - 1, 400).long()
-            share = torch.linspace(0, 1, 400)
-            axes.plot(value[keep], share, dash, color=series_color(i), label=label)
-        axes.axvline(1, color=INK, linewidth=0.8)
-        axes.set(xscale="log", xlabel="distance after / before", ylabel="share of pairs below")
-        axes.set(xlim=(0.2, 20))
-        ticks = (0.2, 0.5, 1, 2, 5, 10, 20)
-        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
-        axes.minorticks_off()
-        axes.legend(loc="lower right")
 
-    return Evidence(
-        [
-            at_least("causal_ratio", masked.min(), 1, "least ratio under a causal mask"),
-            at_least("weights_ratio", weighted.min(), 1, "least ratio with random weights"),
-            at_least(
-                "configurations_ratio",
-                between,
-                1,
-                "least ratio for two clouds that differ a little (singular value of the whole map)",
-            ),
-            at_least(
-                "one_measure_ratio",
-                apart.min(),
-                1 - 1e-9,
-                "least ratio of two points that see the same measure",
-                form="correction",
-            ),
-            at_most(
-                "bound_share",
-                torch.stack(shares).max(),
-                1 + 1e-9,
-                "largest ratio minus 1, as a share of τβ diam²/4",
-                form="correction",
-            ),
-            at_least(
-                "tied_ratio",
-                again.min(),
-                1 - 1e-9,
-                "least ratio with weights whose value map is the score matrix",
-                form="correction",
-            ),
-            at_least(
-                "growth",
-                (norms[-1] / norms[-2]).min(),
-                1.9,
-                "growth in the last of 60 steps without contraction (2 at last: x ← x + x)",
-                form="correction",
-            ),
-            at_most(
-                "step_gap",
-                torch.stack(gaps).max(),
-                1e-11,
-                "library against the sublayer and the bound written out",
-                form="control",
-            ),
-        ],
-        f"Points under one measure never come closer (least ratio {float(apart.min()):.3f}). "
-        f"A causal mask lets the ratio fall to {float(masked.min()):.2f}, general weights to "
-        f"{float(weighted.min()):.2f}, and two clouds can approach each other by a factor "
-        f"{float(between):.2f}.",
-        Picture(
-            draw,
-            "Ratios of distances in one step, over all pairs of many clouds. Where all points see "
-            "one measure none is below 1; with a causal mask "
-            f"{float((masked < 1).double().mean()):.1%} are, with general weights "
-            f"{float((weighted < 1).double().mean()):.0%}.",
-        ),
+def draw(figure: Any, seen: Any) -> None:
+    """The share of pairs below each ratio, for each case."""
+    axes = figure.subplots()
+    named = (
+        ("one", "one measure", "-"),
+        ("tied", "weights with V = Aᵀ", "--"),
+        ("causal", "causal mask", "-."),
+        ("general", "general weights", ":"),
     )
-
-
-CLAIM = Claim(
-    id="T14",
-    title="Expansion",
-    statement=(
-        "The attention step moves points apart, and repeated it drives them to infinity. (The "
-        "draft ignores weights; this is read as being about sublayers as they are.)"
-    ),
-    source="abstract; exponential family draft, §3.1",
-    formula=r"1 \le \frac{\|x' - y'\|}{\|x - y\|} \le "
-    r"1 + \frac{\tau\beta}{4} \operatorname{diam}^2, \qquad "
-    r"x' = x + \tau\nabla_x\, \beta^{-1}G(\beta x)",
-    recorded=CORRECTED,
-    experiment=experiment,
-    correction=(
-        "It is true of two points under the same measure, since G is convex. It fails with causal "
-        "masks, with general weights (unless the value map is the score matrix), and between two "
-        "configurations of the whole cloud."
-    ),
-    tests=("tests/laws/test_expansion.py",),
-)
+    for i, (case, label, dash) in enumerate(named):
+        value = seen.ratios[case].flatten().sort().values
+        keep = torch.linspace(0, len(value) - 1, 400).long()
+        share = torch.linspace(0, 1, 400)
+        axes.plot(value[keep], share, dash, color=series_color(i), label=label)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set(xscale="log", xlabel="distance after / before", ylabel="share of pairs below")
+    axes.set(xlim=(0.2, 20))
+    ticks = (0.2, 0.5, 1, 2, 5, 10, 20)
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.legend(loc="lower right")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.figures import INK, MUTED, series_color, tidy
-from cumulant.lab.claims.claim import FAILS, Claim, Evidence, Picture, Trial, at_most, noted
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap, integrated, relative, standard_error
 
 ANSWER = (
     "The fixed point is not Gaussian in general.",
@@ -27,7 +27,6 @@ ANSWER = (
     "The uniform law on the sphere is stationary as well, but the finite clouds run here leave it "
     "for clusters.",
 )
-
 # Layer norm takes one dimension away, so it gets one more; all clouds are tested in the plane.
 KINDS: dict[str, tuple[dynamics.Contraction | None, int]] = {
     "none": (None, 2),
@@ -36,7 +35,63 @@ KINDS: dict[str, tuple[dynamics.Contraction | None, int]] = {
     "layer norm": (dynamics.LayerNorm(), 3),
 }
 STEP, SEEN = 0.2, (0, 1, 4, 8, 16, 24)
+# N, clouds of that size, and draws for the test of each.
+SIZES = ((32, 20, 199), (128, 20, 199), (512, 6, 99), (2048, 2, 39))
+QUICK_SIZES = ((32, 8, 99), (128, 5, 99), (512, 2, 39))
+SHARES_OF_TIME = torch.linspace(0, 0.99, 100, dtype=torch.float64)
 PLANE = F.normalize(torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=torch.float64), dim=-1)
+
+CLAIM = Claim(
+    id="T17",
+    title="The fixed point of attention and normalization",
+    evidence="simulation",
+    statement="Attention spreads the points, normalization shrinks them back towards a Gaussian: "
+    "repeated, the layer has a Gaussian distribution as its fixed point.",
+    source="exponential family draft, §3.1, end",
+    formula=r"\mathcal{N}(m, \Sigma) \mapsto \mathcal{N}\left(2m + \Sigma m, "
+    r"(I + \Sigma)\Sigma(I + \Sigma)\right), \qquad "
+    r"\Sigma(t) = \left(\Sigma_0^{-1} - 2t I\right)^{-1}",
+    recorded="does not hold in general",
+    tests=(
+        "tests/laws/test_population.py",
+        "tests/dynamics/test_instruments.py",
+        "tests/lab/test_fixed_point_study.py",
+    ),
+    rules=table("""
+      statement:
+        sphere_rejected ≤ 0.15: sphere: share of Gaussian clouds that a 5% test rejects at each
+            look, after 1, 4, 8, 16 and 24 steps
+        layer_norm_rejected ≤ 0.15: layer norm: the same
+        whitening_rejected ≤ 0.15: whitening: share rejected at time 4.8
+        attraction ≤ 1: clouds of other laws, whitened: distance to a Gaussian at the end over that
+            at the start, least of four laws
+      control:
+        false_alarms ≤ 0.25: share of the Gaussian clouds rejected before the first step
+        law_gap ≤ 1e-6: Gaussian law of map and flow against closed form and scipy
+        blow_up_gap ≤ 1e-9: blow-up time against 1/λmax of Σ^½(A+Aᵀ)Σ^½
+        particles_gap ≤ 0.1: covariance of a cloud after two steps against the law's
+        equiangular_gap ≤ 1e-6: cosine of equiangular points on the sphere against its equation
+        uniform_moved ≤ 1e-6: how far points spread evenly on the circle move: not at all
+        step_gap ≤ 1e-9: a step under each contraction against plain torch
+      noted:
+        unnormalized_rejected: no normalization: share rejected at time 4.8
+        heavy_tail_dip: at β = 4, the least such distance on the way: heavy tails are cut at first
+        clusters_hot: clusters of 48 points on the sphere at t = 30, β = 1
+        clusters_cold: the same for β = 9
+        second_variance: second variance over the largest at 0.99 of the blow-up time, from 0.8
+    """),
+    finding="From the first step on {sphere_rejected:.0%} of Gaussian clouds of {fewest} to "
+    "{most} points are rejected as Gaussian on the sphere and {layer_norm_rejected:.0%} under "
+    "layer norm; under whitening {whitening_rejected:.0%} by t = 4.8. Other laws end at least "
+    "{attraction:.1f} times as far from a Gaussian as they began. Clusters left on the sphere: "
+    "{clusters_hot:.1f} at β = 1, {clusters_cold:.1f} at β = 9.",
+    caption="Left: Gaussian clouds of growing N; above the line at 1 they are told from "
+    "Gaussians. Sphere and layer norm lose the Gaussian at once, whitening and no normalization "
+    "in a few units of time, the larger clouds the more clearly. Middle: 48 points on the sphere, "
+    "seen from above, run into clusters (β = 9). Right: without normalization the law stays "
+    "Gaussian, but its smaller variances vanish beside the largest before it blows up.",
+    size=(10.5, 3.7),
+)
 
 
 def tested(x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
@@ -87,8 +142,7 @@ def step_gap(trial: Trial) -> float:
         "layer norm": F.layer_norm(moved, (3,), eps=0),
     }
     return max(
-        float((dynamics.step(x, step_size=STEP, contraction=KINDS[k][0]) - y).abs().max())
-        for k, y in plain.items()
+        gap(dynamics.step(x, step_size=STEP, contraction=KINDS[k][0]), y) for k, y in plain.items()
     )
 
 
@@ -99,31 +153,27 @@ def law_gaps(trial: Trial) -> tuple[float, float]:
     S = factor @ factor.mT + 0.1 * one
     A, V = one + 0.2 * trial.normal(3, 3), one + 0.2 * trial.normal(3, 3)
 
-    def rate(_: float, y: Any) -> Any:
+    def rate(y: Any) -> Any:
         mean, spread = y[:3], y[3:].reshape(3, 3)
         drift = V.numpy() @ spread @ A.numpy() @ spread
-        return np.concatenate(
-            [V.numpy() @ (mean + spread @ A.numpy() @ mean), (drift + drift.T).ravel()]
-        )
+        moved = V.numpy() @ (mean + spread @ A.numpy() @ mean)
+        return np.concatenate([moved, (drift + drift.T).ravel()])
 
     root = np.linalg.cholesky(S.numpy())
     end = 1 / np.linalg.eigvalsh(root.T @ (A + A.mT).numpy() @ root)[-1]
     time = 0.3 * float(end)
-    start = np.concatenate([m.numpy(), S.numpy().ravel()])
-    path = import_module("scipy.integrate").solve_ivp(
-        rate, (0, time), start, rtol=1e-11, atol=1e-12
-    )
-    y = torch.from_numpy(path.y[:, -1])
+    start = torch.cat([m, S.flatten()])
+    y = integrated(rate, start, time, rtol=1e-11, atol=1e-12)
     flow = dynamics.gaussian_flow(m, S, [time], scores=A, values=V)
     once = dynamics.gaussian_map(m, S, 1)
     gaps = (
-        (flow.mean[0] - y[:3]).norm() / y[:3].norm(),
-        (flow.covariance[0].flatten() - y[3:]).norm() / y[3:].norm(),
+        relative(flow.mean[0], y[:3]),
+        relative(flow.covariance[0].flatten(), y[3:]),
         (once.mean[1] - 2 * m - S @ m).norm() / m.norm(),
         (once.covariance[1] - (one + S) @ S @ (one + S)).norm() / S.norm(),
     )
     blow_up = float(dynamics.gaussian_flow(m, S, [0.0], scores=A).blow_up_time)
-    return float(torch.stack(gaps).max()), abs(blow_up / float(end) - 1)
+    return max(map(float, gaps)), abs(blow_up / float(end) - 1)
 
 
 def equiangular_gap() -> float:
@@ -133,14 +183,12 @@ def equiangular_gap() -> float:
     x = torch.linalg.cholesky(gram)
     run = dynamics.flow(x, [2.0], beta=beta, contraction=dynamics.Sphere(), observables={}).final
 
-    def rate(_: float, g: Any) -> Any:
+    def rate(g: Any) -> Any:
         return 2 * (1 - g) * ((n - 1) * g + 1) / (np.exp(beta * (1 - g)) + n - 1)
 
-    path = import_module("scipy.integrate").solve_ivp(
-        rate, (0, 2), [cosine], rtol=1e-11, atol=1e-12
-    )
+    start = torch.tensor([cosine], dtype=torch.float64)
     i, j = torch.triu_indices(n, n, 1)
-    return float(((run @ run.mT)[i, j] - path.y[0, -1]).abs().max())
+    return gap((run @ run.mT)[i, j], integrated(rate, start, 2, rtol=1e-11, atol=1e-12))
 
 
 def attraction(trial: Trial, n: int, clouds: int) -> tuple[Tensor, Tensor]:
@@ -165,232 +213,126 @@ def attraction(trial: Trial, n: int, clouds: int) -> tuple[Tensor, Tensor]:
     return ratios[0][-1], ratios[1].amin(0)
 
 
-def experiment(trial: Trial) -> Evidence:
-    """Gaussian clouds of tens to thousands of points under four contractions, with controls."""
-    sizes = [(32, 20, 199), (128, 20, 199), (512, 6, 99), (2048, 2, 39)]
-    if trial.quick:
-        sizes = [(32, 8, 99), (128, 5, 99), (512, 2, 39)]
-    runs = {n: decay(trial, n, clouds, draws) for n, clouds, draws in sizes}
-    # All clouds of all N together, at each time.
-    rejected = {k: torch.cat([run[k][0] for run in runs.values()], -1) for k in KINDS}
-    alarms = estimate(torch.cat([x[0] for x in rejected.values()]))
-    late = {k: estimate(x[-1]) for k, x in rejected.items()}
-    ever = {k: estimate(x[1:].amin(0)) for k, x in rejected.items()}
-    law, blow_up = law_gaps(trial)
-    ends, dips = attraction(trial, trial.size(256, 128), trial.size(8, 4))
-    nearest = ends[ends.mean(-1).argmin()]
+def particles_off(trial: Trial) -> Tensor:
+    """Covariance of clouds after two steps against the law's, relative.
 
-    # As many points as can follow: eta' S eta stays far below 2 log N.
+    As many points as can follow: η'Ση stays far below 2 log N.
+    """
     half = trial.normal(4, trial.size(1000, 500), 2)
     cloud = 0.2**0.5 * dynamics.Whiten()(torch.cat([half, -half], -2))
     moved = dynamics.simulate(cloud, 2, observables={}).final
     exact = 0.2 * 1.2**2 * (1 + 0.2 * 1.2**2) ** 2
-    off = (moved.mT @ moved / moved.shape[-2] / exact - torch.eye(2)).norm(dim=(-2, -1))
+    return (moved.mT @ moved / moved.shape[-2] / exact - torch.eye(2)).norm(dim=(-2, -1))
 
+
+def uniform_moved() -> float:
+    """How far points spread evenly on the circle move in a unit of time."""
     ring = dynamics.start("ring", 100, 2, dtype=torch.float64)
-    still = dynamics.flow(ring, [1.0], beta=2.0, contraction=dynamics.Sphere(), observables={})
+    sphere = dynamics.Sphere()
+    return gap(dynamics.flow(ring, [1.0], beta=2.0, contraction=sphere, observables={}).final, ring)
+
+
+def on_sphere(trial: Trial) -> Tensor:
+    """Paths of 48 points on the sphere at β = 1 and at β = 9, ``(times, 2, starts, 48, 3)``."""
     starts = F.normalize(trial.normal(trial.size(6, 2), 48, 3), dim=-1)
     beta = torch.tensor([1.0, 9.0], dtype=torch.float64)[:, None, None, None]
-    times = torch.linspace(0, 30, 121, dtype=torch.float64)
-    spheres = dynamics.flow(
+    return dynamics.flow(
         starts.expand(2, *starts.shape).contiguous(),
-        times,
+        torch.linspace(0, 30, 121, dtype=torch.float64),
         beta=beta.expand(2, len(starts), 1, 1),
         contraction=dynamics.Sphere(),
         observables={},
         rtol=1e-5,
         atol=1e-7,
     ).states
-    hot, cold = dynamics.clusters(spheres[-1]).count.double()
 
+
+def variances() -> Tensor:
+    """Of a Gaussian law without normalization, over the largest, up to 0.99 of its blow-up time."""
     S = torch.diag(torch.tensor([0.25, 0.2, 0.125], dtype=torch.float64))
-    shares_of_time = torch.linspace(0, 0.99, 100, dtype=torch.float64)
-    path = dynamics.gaussian_flow(torch.zeros(3, dtype=torch.float64), S, 2 * shares_of_time)
+    path = dynamics.gaussian_flow(torch.zeros(3, dtype=torch.float64), S, 2 * SHARES_OF_TIME)
     values = torch.linalg.eigvalsh(path.covariance)
-    values = values / values[:, -1:]
+    return values / values[:, -1:]
 
-    def draw(figure: Any) -> None:
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 0.9, 0.9))
-        dashes = {"layer norm": "-", "sphere": ":", "whitening": "--", "none": "-"}
-        for i, (name, dash) in enumerate(dashes.items()):
-            for j, run in enumerate(runs.values()):
-                left.plot(
-                    STEP * np.array(SEEN),
-                    run[name][1].nanmedian(-1).values,
-                    dash,
-                    color=series_color((4, 1, 2, 0)[i]),
-                    linewidth=0.7 + 0.5 * j,
-                    label=name if j == len(runs) - 1 else None,
-                )
-        left.axhline(1, color=INK, linewidth=0.8)
-        left.set(yscale="log", xlabel="time", ylabel="distance to a Gaussian / its 95% level")
-        left.set(ylim=(0.3, 4000), title=f"Gaussianity lost, N = 32 (thin) to {max(runs)}")
-        left.legend(loc="upper left", ncols=2)
-        angle = np.linspace(0, 2 * np.pi, 200)
-        middle.plot(np.cos(angle), np.sin(angle), color=MUTED, linewidth=0.8)
-        shown = spheres[:, 1, 0]
-        for k in range(shown.shape[1]):
-            middle.plot(*shown[:, k, :2].mT, color=series_color(0), linewidth=0.5)
-        middle.scatter(*shown[0, :, :2].mT, s=8, color=MUTED, zorder=3, label="start")
-        middle.scatter(*shown[-1, :, :2].mT, s=36, color=series_color(1), zorder=4, label="t = 30")
-        middle.set(aspect="equal", xticks=[], yticks=[], ylim=(-1.05, 1.3))
-        middle.set_title("On the sphere: clusters")
-        middle.spines[:].set_visible(False)
-        middle.legend(loc="upper center", ncols=2)
-        tidy(middle)
-        for i in range(3):
-            right.plot(shares_of_time, values[:, 2 - i], color=series_color(i), label=f"λ{i + 1}")
-        right.set(xlabel="time / blow-up time", ylabel="variance / the largest", ylim=(0, 1.05))
-        right.set_title("No normalization: rank is lost")
-        right.legend(loc="lower left")
 
-    return Evidence(
-        [
-            at_most(
-                "sphere_rejected",
-                ever["sphere"][0],
-                0.15,
-                "sphere: share of Gaussian clouds that a 5% test rejects at each look, after "
-                f"{', '.join(map(str, SEEN[1:-1]))} and {SEEN[-1]} steps",
-                error=ever["sphere"][1],
-            ),
-            at_most(
-                "layer_norm_rejected",
-                ever["layer norm"][0],
-                0.15,
-                "layer norm: the same",
-                error=ever["layer norm"][1],
-            ),
-            at_most(
-                "whitening_rejected",
-                late["whitening"][0],
-                0.15,
-                f"whitening: share rejected at time {STEP * SEEN[-1]:g}",
-                error=late["whitening"][1],
-            ),
-            at_most(
-                "attraction",
-                nearest.mean(),
-                1,
-                "clouds of other laws, whitened: distance to a Gaussian at the end over that at "
-                "the start, least of four laws",
-                error=float(nearest.std()) / len(nearest) ** 0.5,
-            ),
-            at_most(
-                "false_alarms",
-                alarms[0],
-                0.25,
-                "share of the Gaussian clouds rejected before the first step",
-                form="control",
-                error=alarms[1],
-            ),
-            at_most(
-                "law_gap",
-                law,
-                1e-6,
-                "Gaussian law of map and flow against closed form and scipy",
-                form="control",
-            ),
-            at_most(
-                "blow_up_gap",
-                blow_up,
-                1e-9,
-                "blow-up time against 1/λmax of Σ^½(A+Aᵀ)Σ^½",
-                form="control",
-            ),
-            at_most(
-                "particles_gap",
-                off.mean(),
-                0.1,
-                "covariance of a cloud after two steps against the law's",
-                form="control",
-                error=float(off.std()) / 2,
-            ),
-            at_most(
-                "equiangular_gap",
-                equiangular_gap(),
-                1e-6,
-                "cosine of equiangular points on the sphere against its equation",
-                form="control",
-            ),
-            at_most(
-                "uniform_moved",
-                (still.final - ring).abs().max(),
-                1e-6,
-                "how far points spread evenly on the circle move: not at all",
-                form="control",
-            ),
-            at_most(
-                "step_gap",
-                step_gap(trial),
-                1e-9,
-                "a step under each contraction against plain torch",
-                form="control",
-            ),
-            noted(
-                "unnormalized_rejected",
-                late["none"][0],
-                f"no normalization: share rejected at time {STEP * SEEN[-1]:g}",
-                error=late["none"][1],
-            ),
-            noted(
-                "heavy_tail_dip",
-                dips.mean(-1).min(),
-                "at β = 4, the least such distance on the way: heavy tails are cut at first",
-            ),
-            noted(
-                "clusters_hot",
-                hot.mean(),
-                "clusters of 48 points on the sphere at t = 30, β = 1",
-                error=float(hot.std()) / len(hot) ** 0.5,
-            ),
-            noted(
-                "clusters_cold",
-                cold.mean(),
-                "the same for β = 9",
-                error=float(cold.std()) / len(cold) ** 0.5,
-            ),
-            noted(
-                "second_variance",
-                values[-1, 1],
-                "second variance over the largest at 0.99 of the blow-up time, from 0.8",
-            ),
-        ],
-        f"From the first step on {ever['sphere'][0]:.0%} of Gaussian clouds of {min(runs)} to "
-        f"{max(runs)} points are rejected as Gaussian on the sphere and "
-        f"{ever['layer norm'][0]:.0%} under layer norm; under whitening "
-        f"{late['whitening'][0]:.0%} by t = {STEP * SEEN[-1]:g}. Other laws end at least "
-        f"{float(nearest.mean()):.1f} times as far from a Gaussian as they began. Clusters left on "
-        f"the sphere: {float(hot.mean()):.1f} at β = 1, {float(cold.mean()):.1f} at β = 9.",
-        Picture(
-            draw,
-            "Left: Gaussian clouds of growing N; above the line at 1 they are told from "
-            "Gaussians. Sphere and layer norm lose the Gaussian at once, whitening and no "
-            "normalization in a few units of time, the larger clouds the more clearly. Middle: 48 "
-            "points on the sphere, seen from above, run into clusters (β = 9). Right: without "
-            "normalization the law stays Gaussian, but its smaller variances vanish beside the "
-            "largest before it blows up.",
-            (10.5, 3.7),
-        ),
+def mean_of(samples: Tensor) -> tuple[Tensor, float]:
+    """The mean and its standard error."""
+    return samples.mean(), standard_error(samples)
+
+
+def measure(trial: Trial) -> Found:
+    """Gaussian clouds of tens to thousands of points under four contractions, with controls."""
+    sizes = QUICK_SIZES if trial.quick else SIZES
+    runs = {n: decay(trial, n, clouds, draws) for n, clouds, draws in sizes}
+    # All clouds of all N together, at each time.
+    rejected = {k: torch.cat([run[k][0] for run in runs.values()], -1) for k in KINDS}
+    late = {k: estimate(x[-1]) for k, x in rejected.items()}
+    ever = {k: estimate(x[1:].amin(0)) for k, x in rejected.items()}
+    law, blow_up = law_gaps(trial)
+    ends, dips = attraction(trial, trial.size(256, 128), trial.size(8, 4))
+    off, spheres, values = particles_off(trial), on_sphere(trial), variances()
+    hot, cold = dynamics.clusters(spheres[-1]).count.double()
+    numbers = {
+        "sphere_rejected": ever["sphere"],
+        "layer_norm_rejected": ever["layer norm"],
+        "whitening_rejected": late["whitening"],
+        "attraction": mean_of(ends[ends.mean(-1).argmin()]),
+        "false_alarms": estimate(torch.cat([x[0] for x in rejected.values()])),
+        "law_gap": law,
+        "blow_up_gap": blow_up,
+        "particles_gap": mean_of(off),
+        "equiangular_gap": equiangular_gap(),
+        "uniform_moved": uniform_moved(),
+        "step_gap": step_gap(trial),
+        "unnormalized_rejected": late["none"],
+        "heavy_tail_dip": dips.mean(-1).min(),
+        "clusters_hot": mean_of(hot),
+        "clusters_cold": mean_of(cold),
+        "second_variance": values[-1, 1],
+    }
+    return Found(
+        numbers, fewest=min(runs), most=max(runs), runs=runs, spheres=spheres, values=values
     )
 
 
-CLAIM = Claim(
-    id="T17",
-    title="The fixed point of attention and normalization",
-    statement=(
-        "Attention spreads the points, normalization shrinks them back towards a Gaussian: "
-        "repeated, the layer has a Gaussian distribution as its fixed point."
-    ),
-    source="exponential family draft, §3.1, end",
-    formula=r"\mathcal{N}(m, \Sigma) \mapsto \mathcal{N}\left(2m + \Sigma m, "
-    r"(I + \Sigma)\Sigma(I + \Sigma)\right), \qquad "
-    r"\Sigma(t) = \left(\Sigma_0^{-1} - 2t I\right)^{-1}",
-    recorded=FAILS,
-    experiment=experiment,
-    tests=(
-        "tests/laws/test_population.py",
-        "tests/dynamics/test_instruments.py",
-        "tests/lab/test_fixed_point_study.py",
-    ),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """Gaussianity lost; clusters on the sphere; rank lost without normalization."""
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 0.9, 0.9))
+    draw_decay(left, seen.runs)
+    angle = np.linspace(0, 2 * np.pi, 200)
+    middle.plot(np.cos(angle), np.sin(angle), color=MUTED, linewidth=0.8)
+    shown = seen.spheres[:, 1, 0]
+    for k in range(shown.shape[1]):
+        middle.plot(*shown[:, k, :2].mT, color=series_color(0), linewidth=0.5)
+    middle.scatter(*shown[0, :, :2].mT, s=8, color=MUTED, zorder=3, label="start")
+    middle.scatter(*shown[-1, :, :2].mT, s=36, color=series_color(1), zorder=4, label="t = 30")
+    middle.set(aspect="equal", xticks=[], yticks=[], ylim=(-1.05, 1.3))
+    middle.set_title("On the sphere: clusters")
+    middle.spines[:].set_visible(False)
+    middle.legend(loc="upper center", ncols=2)
+    tidy(middle)
+    for i in range(3):
+        values = seen.values[:, 2 - i]
+        right.plot(SHARES_OF_TIME, values, color=series_color(i), label=f"λ{i + 1}")
+    right.set(xlabel="time / blow-up time", ylabel="variance / the largest", ylim=(0, 1.05))
+    right.set_title("No normalization: rank is lost")
+    right.legend(loc="lower left")
+
+
+def draw_decay(axes: Any, runs: dict[int, dict[str, tuple[Tensor, Tensor]]]) -> None:
+    """Distance to a Gaussian over time, a line for each contraction and each N."""
+    dashes = {"layer norm": "-", "sphere": ":", "whitening": "--", "none": "-"}
+    for i, (name, dash) in enumerate(dashes.items()):
+        for j, run in enumerate(runs.values()):
+            axes.plot(
+                STEP * np.array(SEEN),
+                run[name][1].nanmedian(-1).values,
+                dash,
+                color=series_color((4, 1, 2, 0)[i]),
+                linewidth=0.7 + 0.5 * j,
+                label=name if j == len(runs) - 1 else None,
+            )
+    axes.axhline(1, color=INK, linewidth=0.8)
+    axes.set(yscale="log", xlabel="time", ylabel="distance to a Gaussian / its 95% level")
+    axes.set(ylim=(0.3, 4000), title=f"Gaussianity lost, N = 32 (thin) to {max(runs)}")
+    axes.legend(loc="upper left", ncols=2)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cumulant import attend
 from cumulant.figures import COLORS, series_color
-from cumulant.lab.claims.claim import OPEN, Claim, Evidence, Picture, Trial, at_most, noted
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap, relative, standard_error
 from cumulant.lab.claims.real import (
     NEEDS,
     Sublayer,
@@ -26,10 +27,43 @@ from cumulant.lens.weights import Block, projections
 
 SIZE = 1e-3  # of the perturbation, relative to the weights
 
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|."""
-    return float((a - b).norm() / b.norm())
+CLAIM = Claim(
+    id="T23",
+    title="What the weight matrices do",
+    evidence="empirical",
+    statement="Neither this theory nor that of Hopfield networks explains the weight matrices, "
+    "several heads or feed-forward layers; all that a model knows is in them. Queries and keys "
+    "may be less sensitive than values and outputs.",
+    source="proofs draft, §B",
+    formula=r"\frac{\lVert \operatorname{att}(x; W) - \operatorname{att}(x; I) \rVert}"
+    r"{\lVert \operatorname{att}(x; W) \rVert}, \qquad "
+    r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
+    r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
+    recorded="open",
+    tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
+    needs=(*NEEDS, "pandas"),
+    rules=table("""
+      control:
+        lens_gap ≤ 0.0001: statistics by the lens and states rebuilt with the library's attention,
+            against the model's own in eager mode
+        sensitivity_gap ≤ 0.4: sensitivity against weights that are really changed, relative
+      noted:
+        query_key_identity: change of the attention output with W_q, W_k the identity, relative
+        uniform_weights: the same with uniform weights
+        value_output_identity: the same with W_v, W_o the best multiple of the identity
+        one_head: the same with the mean weights in all heads
+        no_feed_forward: change of the next state without the feed-forward layer, relative
+        sensitivity_ratio: sensitivity to W_v, W_o over that to W_q, W_k, median over blocks
+    """),
+    finding="With W_q and W_k the identity, attention in MiniLM misses its output by "
+    "{query_key_identity:.0%} of its size, worse than with uniform weights "
+    "({uniform_weights:.0%}); any multiple of the identity for W_v and W_o misses it by "
+    "{value_output_identity:.0%}, one set of weights for all heads by {one_head:.0%}. The output "
+    "is {least:.1f} to {most:.1f} times as sensitive to W_v, W_o as to W_q, W_k.",
+    caption="Left: how much of the attention output is lost in each block of MiniLM if one part "
+    "is replaced. With the identity for queries and keys attention is worse than uniform. Right: "
+    "the model is more sensitive to value and output weights than to the others.",
+)
 
 
 def merge(heads: Tensor) -> Tensor:
@@ -72,7 +106,7 @@ def lens_gap() -> float:
         "self_mass": p.diagonal(dim1=-2, dim2=-1),
     }
     found = {name: torch.tensor(table[name].to_numpy(float)) for name in truth}
-    return max(float((found[n] - x.flatten()).abs().max()) for n, x in truth.items())
+    return max(gap(found[n], x.flatten()) for n, x in truth.items())
 
 
 def perturbed(blocks: tuple[Block, ...], ids: Tensor, trial: Trial, draws: int) -> float:
@@ -93,7 +127,7 @@ def perturbed(blocks: tuple[Block, ...], ids: Tensor, trial: Trial, draws: int) 
 
 
 @torch.no_grad()
-def experiment(trial: Trial) -> Evidence:
+def measure(trial: Trial) -> Found:
     """Each block of MiniLM with its own input, one part replaced at a time."""
     model, ids = loaded().model, passage_ids()[:, :64]
     lost = [ablated(layer) for layer in sublayers()]
@@ -103,13 +137,8 @@ def experiment(trial: Trial) -> Evidence:
         count = len(layer.query)
         found = projections(own.self, heads=count, key_heads=count, parent=own)
         groups += [Group(i, found.query_key, found.value_output)] if found else []
-    figures = sensitivity(
-        model,
-        lambda: model(ids).last_hidden_state,
-        groups,
-        probes=trial.size(16, 4),
-        seed=trial.seed,
-    )
+    how: dict[str, Any] = {"probes": trial.size(16, 4), "seed": trial.seed}
+    figures = sensitivity(model, lambda: model(ids).last_hidden_state, groups, **how)
     middle = len(groups) // 2
     gaps = [
         abs((figure or 0.0) / perturbed(tuple(blocks), ids, trial, trial.size(24, 6)) - 1)
@@ -123,103 +152,38 @@ def experiment(trial: Trial) -> Evidence:
     def median(name: str) -> float:
         return float(torch.tensor([x[name] for x in lost]).median())
 
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        depth = range(len(lost))
-        for i, (name, label) in enumerate(
-            (
-                ("query_key", "W_q, W_k → identity"),
-                ("uniform", "uniform weights"),
-                ("value_output", "W_v, W_o → c · identity"),
-                ("heads", "mean weights in all heads"),
-            )
-        ):
-            left.plot(
-                depth, [x[name] for x in lost], "os^D"[i] + "-", ms=4, color=COLORS[i], label=label
-            )
-        left.set(xlabel="layer", ylabel="relative change of the output", ylim=(0, 1.15))
-        left.legend(loc="lower right")
-        for i, (name, values) in enumerate(
-            (
-                ("W_v, W_o", [f.value_output for f in figures]),
-                ("W_q, W_k", [f.query_key for f in figures]),
-            )
-        ):
-            right.plot(depth, values, "o-", ms=4, color=series_color(i), label=name)
-        right.set(xlabel="layer", ylabel="sensitivity of the model", ylim=(0, None))
-        right.legend()
-
-    return Evidence(
-        [
-            at_most(
-                "lens_gap",
-                max(lens_gap(), *(x["rebuilt"] for x in lost)),
-                1e-4,
-                "statistics by the lens and states rebuilt with the library's attention, against "
-                "the model's own in eager mode",
-                form="control",
-            ),
-            at_most(
-                "sensitivity_gap",
-                max(gaps),
-                0.4,
-                "sensitivity against weights that are really changed, relative",
-                form="control",
-            ),
-            noted(
-                "query_key_identity",
-                median("query_key"),
-                "change of the attention output with W_q, W_k the identity, relative",
-            ),
-            noted("uniform_weights", median("uniform"), "the same with uniform weights"),
-            noted(
-                "value_output_identity",
-                median("value_output"),
-                "the same with W_v, W_o the best multiple of the identity",
-            ),
-            noted("one_head", median("heads"), "the same with the mean weights in all heads"),
-            noted(
-                "no_feed_forward",
-                median("feed_forward"),
-                "change of the next state without the feed-forward layer, relative",
-            ),
-            noted(
-                "sensitivity_ratio",
-                float(torch.tensor(ratios).median()),
-                "sensitivity to W_v, W_o over that to W_q, W_k, median over blocks",
-                error=float(torch.tensor(ratios).std()) / len(ratios) ** 0.5,
-            ),
-        ],
-        f"With W_q and W_k the identity, attention in MiniLM misses its output by "
-        f"{median('query_key'):.0%} of its size, worse than with uniform weights "
-        f"({median('uniform'):.0%}); any multiple of the identity for W_v and W_o misses it by "
-        f"{median('value_output'):.0%}, one set of weights for all heads by "
-        f"{median('heads'):.0%}. The output is {min(ratios):.1f} to {max(ratios):.1f} times as "
-        "sensitive to W_v, W_o as to W_q, W_k.",
-        Picture(
-            draw,
-            "Left: how much of the attention output is lost in each block of MiniLM if one part is "
-            "replaced. With the identity for queries and keys attention is worse than uniform. "
-            "Right: the model is more sensitive to value and output weights than to the others.",
-        ),
-    )
+    spread = torch.tensor(ratios)
+    numbers = {
+        "lens_gap": max(lens_gap(), *(x["rebuilt"] for x in lost)),
+        "sensitivity_gap": max(gaps),
+        "query_key_identity": median("query_key"),
+        "uniform_weights": median("uniform"),
+        "value_output_identity": median("value_output"),
+        "one_head": median("heads"),
+        "no_feed_forward": median("feed_forward"),
+        "sensitivity_ratio": (spread.median(), standard_error(spread)),
+    }
+    return Found(numbers, least=min(ratios), most=max(ratios), figures=figures, lost=lost)
 
 
-CLAIM = Claim(
-    id="T23",
-    title="What the weight matrices do",
-    statement=(
-        "Neither this theory nor that of Hopfield networks explains the weight matrices, several "
-        "heads or feed-forward layers; all that a model knows is in them. Queries and keys may be "
-        "less sensitive than values and outputs."
-    ),
-    source="proofs draft, §B",
-    formula=r"\frac{\lVert \operatorname{att}(x; W) - \operatorname{att}(x; I) \rVert}"
-    r"{\lVert \operatorname{att}(x; W) \rVert}, \qquad "
-    r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
-    r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
-    recorded=OPEN,
-    experiment=experiment,
-    tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
-    needs=(*NEEDS, "pandas"),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """What is lost in each block with one part replaced; how sensitive the model is to each."""
+    left, right = figure.subplots(1, 2)
+    depth = range(len(seen.lost))
+    parts = {
+        "query_key": "W_q, W_k → identity",
+        "uniform": "uniform weights",
+        "value_output": "W_v, W_o → c · identity",
+        "heads": "mean weights in all heads",
+    }
+    for i, (name, label) in enumerate(parts.items()):
+        lost = [x[name] for x in seen.lost]
+        left.plot(depth, lost, "os^D"[i] + "-", ms=4, color=COLORS[i], label=label)
+    left.set(xlabel="layer", ylabel="relative change of the output", ylim=(0, 1.15))
+    left.legend(loc="lower right")
+    kinds = (("W_v, W_o", "value_output"), ("W_q, W_k", "query_key"))
+    for i, (name, kind) in enumerate(kinds):
+        values = [getattr(f, kind) for f in seen.figures]
+        right.plot(depth, values, "o-", ms=4, color=series_color(i), label=name)
+    right.set(xlabel="layer", ylabel="sensitivity of the model", ylim=(0, None))
+    right.legend()

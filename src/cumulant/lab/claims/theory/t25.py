@@ -9,13 +9,62 @@ from torch import Tensor
 
 from cumulant.figures import INK, series_color
 from cumulant.filtering import SwitchingLinearGaussian, filter, sample
-from cumulant.lab.claims.claim import CORRECTED, Claim, Evidence, Picture, Trial, at_most, noted
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap
 
 # Two modes that the observations leave open; dynamics W, b, Q and emission C, R of each.
 TRANSITION = torch.tensor([[0.85, 0.15], [0.35, 0.65]], dtype=torch.float64)
 INITIAL = torch.tensor([0.6, 0.4], dtype=torch.float64)
 W, B, Q, C, R = torch.tensor(
     [[0.9, -0.5], [0.5, -1.5], [0.2, 1.5], [1.0, 0.8], [1.0, 2.0]], dtype=torch.float64
+)
+
+CLAIM = Claim(
+    id="T25",
+    title="Message passing with collapsed Gaussians",
+    evidence="identity",
+    statement="In a switching linear-Gaussian model, messages that are collapsed by M-projection "
+    "pass on modes and states: GPB1 keeps one Gaussian, GPB2 one for each mode, and IMM mixes "
+    "before it moves.",
+    correction="The mixture for mode k has the weights P(k|i) πᵢ, not πᵢ as in eq. (8); with an "
+    "observation its likelihood under each pair of modes enters these weights and the mode "
+    "message, where eq. (5) leaves it out. The last k modes, on which GPB(k) conditions, are "
+    "A^(t−k+2:t+1), not A^(t−k:t+1).",
+    source="message passing draft, eqs. (5) to (8)",
+    formula=r"P(A_t = i \mid A_{t+1} = k, o) \propto \pi_i \, P(k \mid i)\, L_{ik}(o), \qquad "
+    r"P(A_{t+1} = k \mid o) \propto \sum_i \pi_i \, P(k \mid i)\, L_{ik}(o)",
+    recorded="holds with a correction",
+    systems=("GPB1", "GPB2", "IMM"),
+    tests=("tests/laws/test_message_passing.py", "tests/filtering/test_filters.py"),
+    rules=table("""
+      statement:
+        drafted_weights ≤ 1e-11: largest error of E[x₂ | mode 2] with the weights πᵢ of eq. (8)
+        drafted_modes ≤ 1e-11: largest error of the mode probabilities without the likelihood, eq.
+            (5)
+      correction:
+        corrected_weights ≤ 1e-11: the same with transition[i, k] πᵢ: moments of the library's GPB2
+            after two steps
+        corrected_modes ≤ 1e-11: the same with the pairwise likelihood: modes of GPB2 after two
+            observations
+        exact_scheme ≤ 1e-11: E[x] and log-likelihood of the filter that collapses nothing
+      control:
+        written_out ≤ 1e-11: E[x] of the library's GPB1 and IMM at all steps, against their
+            recursions in plain torch
+        long_memory ≤ 1e-11: E[x] by GPB(k) up to step k, for k = 3 and the length of the series
+      noted:
+        gpb1_error: rms error of E[x] by GPB1 at the last step
+        imm_error: rms error of E[x] by IMM at the last step
+        gpb2_error: rms error of E[x] by GPB2 at the last step
+        gpb3_error: rms error of E[x] by GPB3 at the last step
+    """),
+    finding="With the weights πᵢ of eq. (8) the conditional means are off by up to "
+    "{drafted_weights:.2f}, and without the likelihood the mode probabilities by up to "
+    "{drafted_modes:.2f}; corrected, GPB2 agrees with enumeration over two steps. After {steps} "
+    "steps it is off by {gpb2_error:.3f} rms, IMM by {imm_error:.3f}, GPB1 by {gpb1_error:.3f}, "
+    "GPB(3) by {gpb3_error:.4f}; GPB(k) is exact up to step k.",
+    caption="Left: the probability of the second mode; without the likelihood it does not listen "
+    "to the observations. Right: what collapsing costs. GPB(k), which is exact for k steps, stays "
+    "the nearer to the enumeration of all paths the larger k is.",
 )
 
 
@@ -114,12 +163,13 @@ def library() -> SwitchingLinearGaussian:
     )
 
 
-def gap(ours: Tensor, exact: Tensor) -> float:
-    """The largest difference."""
-    return float((ours - exact).abs().max())
+def rms(misses: Tensor) -> tuple[float, float]:
+    """Root mean square and its standard error, by the delta method from the squares' spread."""
+    value = float(misses.square().mean().sqrt())
+    return value, float(misses.square().std() / (2 * value * len(misses) ** 0.5))
 
 
-def experiment(trial: Trial) -> Evidence:
+def measure(trial: Trial) -> Found:
     """Two steps decide the formulas; eight compare the schemes."""
     model, steps = library(), trial.size(9, 8)
     draws = torch.Generator().manual_seed(trial.seed)
@@ -147,142 +197,42 @@ def experiment(trial: Trial) -> Evidence:
     }
     misses = {name: mean - truth for name, mean in means.items()}
     longest = filter(model, y[..., None], collapse=steps).mean[..., 0]
-    rms = {name: float(x[:, -1].square().mean().sqrt()) for name, x in misses.items()}
-    # By the delta method, from the spread of the squares over the series.
-    error = {
-        name: float(x[:, -1].square().std() / (2 * rms[name] * len(y) ** 0.5))
-        for name, x in misses.items()
-    }
-    drafted = gap(as_drafted, ahead.mode_means)
-    modes_off = gap(modes[1], exact[1].modes)
-
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        time = range(1, steps + 1)
-        # The series in which the observations say most about the mode.
-        known = torch.stack([x.modes[:, 1] for x in exact], 1)
-        chosen = int(known.std(1).argmax())
-        ours = filter(model, y[chosen, :, None], collapse="gpb2").mode_probabilities[:, 1]
-        left.plot(time, known[chosen], color=INK, label="all paths")
-        left.plot(time, ours, "o", ms=4, color=series_color(2), label="GPB2")
-        left.plot(
-            time, [float(m[chosen, 1]) for m in modes], ":", color=series_color(1), label="eq. (5)"
-        )
-        left.set(xlabel="step", ylabel="P(mode 2 | observations)", ylim=(-0.02, 1.02))
-        left.legend()
-        for i, (name, miss) in enumerate(misses.items()):
-            line = miss.square().mean(0).sqrt()
-            there = [t for t in time if line[t - 1] > 1e-9]
-            right.semilogy(
-                there,
-                line[[t - 1 for t in there]],
-                "o-",
-                ms=3.5,
-                color=series_color((1, 4, 2, 0)[i]),
-                label=name.upper(),
-            )
-        right.set(xlabel="step", ylabel="rms error of E[x]")
-        right.legend()
-
-    return Evidence(
-        [
-            at_most(
-                "drafted_weights",
-                drafted,
-                1e-11,
-                "largest error of E[x₂ | mode 2] with the weights πᵢ of eq. (8)",
-            ),
-            at_most(
-                "drafted_modes",
-                modes_off,
-                1e-11,
-                "largest error of the mode probabilities without the likelihood, eq. (5)",
-            ),
-            at_most(
-                "corrected_weights",
-                max(
-                    gap(two.mode_means[:, 1, :, 0], ahead.mode_means),
-                    gap(two.mode_covariances[:, 1, :, 0, 0], ahead.mode_variances),
-                ),
-                1e-11,
-                "the same with transition[i, k] πᵢ: moments of the library's GPB2 after two steps",
-                form="correction",
-            ),
-            at_most(
-                "corrected_modes",
-                gap(seen.mode_probabilities[:, 1], exact[1].modes),
-                1e-11,
-                "the same with the pairwise likelihood: modes of GPB2 after two observations",
-                form="correction",
-            ),
-            at_most(
-                "exact_scheme",
-                max(
-                    gap(whole.mean[..., 0], truth),
-                    gap(whole.log_likelihood, exact[-1].log_likelihood),
-                ),
-                1e-11,
-                "E[x] and log-likelihood of the filter that collapses nothing",
-                form="correction",
-            ),
-            at_most(
-                "written_out",
-                max(gap(means["gpb1"], one_gaussian(y)), gap(means["imm"], interacting(y))),
-                1e-11,
-                "E[x] of the library's GPB1 and IMM at all steps, against their recursions in "
-                "plain torch",
-                form="control",
-            ),
-            at_most(
-                "long_memory",
-                max(gap(longest, truth), gap(means["gpb3"][:, :3], truth[:, :3])),
-                1e-11,
-                f"E[x] by GPB(k) up to step k, for k = 3 and k = {steps}",
-                form="control",
-            ),
-            *(
-                noted(
-                    f"{name}_error",
-                    rms[name],
-                    f"rms error of E[x] by {name.upper()} after {steps} steps",
-                    error=error[name],
-                )
-                for name in misses
-            ),
-        ],
-        f"With the weights πᵢ of eq. (8) the conditional means are off by up to {drafted:.2f}, and "
-        f"without the likelihood the mode probabilities by up to {modes_off:.2f}; corrected, GPB2 "
-        f"agrees with enumeration over two steps. After {steps} steps it is off by "
-        f"{rms['gpb2']:.3f} rms, IMM by {rms['imm']:.3f}, GPB1 by {rms['gpb1']:.3f}, GPB(3) by "
-        f"{rms['gpb3']:.4f}; GPB(k) is exact up to step k.",
-        Picture(
-            draw,
-            "Left: the probability of the second mode; without the likelihood it does not listen "
-            "to the observations. Right: what collapsing costs. GPB(k), which is exact for k "
-            "steps, stays the nearer to the enumeration of all paths the larger k is.",
+    numbers = {
+        "drafted_weights": gap(as_drafted, ahead.mode_means),
+        "drafted_modes": gap(modes[1], exact[1].modes),
+        "corrected_weights": max(
+            gap(two.mode_means[:, 1, :, 0], ahead.mode_means),
+            gap(two.mode_covariances[:, 1, :, 0, 0], ahead.mode_variances),
         ),
-    )
+        "corrected_modes": gap(seen.mode_probabilities[:, 1], exact[1].modes),
+        "exact_scheme": max(
+            gap(whole.mean[..., 0], truth), gap(whole.log_likelihood, exact[-1].log_likelihood)
+        ),
+        "written_out": max(gap(means["gpb1"], one_gaussian(y)), gap(means["imm"], interacting(y))),
+        "long_memory": max(gap(longest, truth), gap(means["gpb3"][:, :3], truth[:, :3])),
+        **{f"{name}_error": rms(miss[:, -1]) for name, miss in misses.items()},
+    }
+    return Found(numbers, steps=steps, exact=exact, misses=misses, model=model, modes=modes, y=y)
 
 
-CLAIM = Claim(
-    id="T25",
-    title="Message passing with collapsed Gaussians",
-    statement=(
-        "In a switching linear-Gaussian model, messages that are collapsed by M-projection pass "
-        "on modes and states: GPB1 keeps one Gaussian, GPB2 one for each mode, and IMM mixes "
-        "before it moves."
-    ),
-    source="message passing draft, eqs. (5) to (8)",
-    formula=r"P(A_t = i \mid A_{t+1} = k, o) \propto \pi_i \, P(k \mid i)\, L_{ik}(o), \qquad "
-    r"P(A_{t+1} = k \mid o) \propto \sum_i \pi_i \, P(k \mid i)\, L_{ik}(o)",
-    recorded=CORRECTED,
-    experiment=experiment,
-    correction=(
-        "The mixture for mode k has the weights P(k|i) πᵢ, not πᵢ as in eq. (8); with an "
-        "observation its likelihood under each pair of modes enters these weights and the mode "
-        "message, where eq. (5) leaves it out. The last k modes, on which GPB(k) conditions, are "
-        "A^(t−k+2:t+1), not A^(t−k:t+1)."
-    ),
-    systems=("GPB1", "GPB2", "IMM"),
-    tests=("tests/laws/test_message_passing.py", "tests/filtering/test_filters.py"),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """The second mode's probability in one series; what each collapse costs."""
+    left, right = figure.subplots(1, 2)
+    time = range(1, seen.steps + 1)
+    # The series in which the observations say most about the mode.
+    known = torch.stack([x.modes[:, 1] for x in seen.exact], 1)
+    chosen = int(known.std(1).argmax())
+    ours = filter(seen.model, seen.y[chosen, :, None], collapse="gpb2").mode_probabilities[:, 1]
+    left.plot(time, known[chosen], color=INK, label="all paths")
+    left.plot(time, ours, "o", ms=4, color=series_color(2), label="GPB2")
+    drafted = [float(m[chosen, 1]) for m in seen.modes]
+    left.plot(time, drafted, ":", color=series_color(1), label="eq. (5)")
+    left.set(xlabel="step", ylabel="P(mode 2 | observations)", ylim=(-0.02, 1.02))
+    left.legend()
+    for i, (name, miss) in enumerate(seen.misses.items()):
+        line = miss.square().mean(0).sqrt()
+        there = [t for t in time if line[t - 1] > 1e-9]
+        look = {"ms": 3.5, "color": series_color((1, 4, 2, 0)[i]), "label": name.upper()}
+        right.semilogy(there, line[[t - 1 for t in there]], "o-", **look)
+    right.set(xlabel="step", ylabel="rms error of E[x]")
+    right.legend()

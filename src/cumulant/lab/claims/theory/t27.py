@@ -16,7 +16,49 @@ from cumulant.filtering import (
     sinkhorn,
     transition_from_mixing,
 )
-from cumulant.lab.claims.claim import CORRECTED, Claim, Evidence, Picture, Trial, at_most
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap
+
+CLAIM = Claim(
+    id="T27",
+    title="Attention as a filter without observation",
+    evidence="identity",
+    statement="Attention is a step of GPB2 or IMM without an observation: tokens are modes, "
+    "hidden states their expected statistics, the value matrix the linear transition. The modes "
+    "are uniform and attention gives their transition.",
+    correction="Eq. (12) normalizes over the previous index i, so it is IMM's mixing probability "
+    "P(i|j), not the transition P(j|i); it also prints a further factor σ̃ = 1/M, with which "
+    "nothing sums to one. Uniform modes fit doubly stochastic weights; in general π is A's Perron "
+    "vector, and π ∝ eᴳ where scores are symmetric.",
+    source="message passing draft, eqs. (12) to (14)",
+    formula=r"p(i \mid j) = \frac{e^{\langle \mu_i, \eta_j\rangle}}{\sum_{i'} "
+    r"e^{\langle \mu_{i'}, \eta_j\rangle}} = P(A_t = i \mid A_{t+1} = j), \qquad "
+    r"T_{ij} = \frac{A_{ij}\, c_j}{\pi_i}, \quad \sum_j T_{ij} = 1 \iff A c = \pi",
+    recorded="holds with a correction",
+    systems=("message passing view of attention",),
+    tests=("tests/laws/test_message_passing.py", "tests/filtering/test_attention_as_imm.py"),
+    rules=table("""
+      statement:
+        row_sums ≤ 1e-9: how far Σⱼ P(j|i) is from one, by eq. (12)
+        transition_gap ≤ 1e-9: filter with A for its transition and uniform modes, against attention
+        negative_mode ≤ 1e-9: depth below zero of the only next modes c that make uniform modes fit
+        uniform_residual ≤ 1e-9: what is left of A c = π for uniform π and the best c ≥ 0
+      correction:
+        mixing_gap ≤ 1e-10: attention as one IMM step with A for its mixing, against plain softmax
+        perron_gap ≤ 1e-8: filter with A's Perron vector for modes, against attention and an
+            eigensolver
+        sinkhorn_gap ≤ 1e-8: doubly stochastic weights with uniform modes, filter against weighted
+            mean
+        symmetric_gap ≤ 1e-10: symmetric scores: π against eᴳ, T against the transpose of A
+    """),
+    finding="Read as a transition, A has rows that miss one by up to {row_sums:.2f}, and a filter "
+    "with it misses attention by {transition_gap:.2f}. For uniform modes the next ones would need "
+    "a probability of −{negative_mode:.2f}. As mixing probabilities, with the Perron vector or "
+    "doubly stochastic weights, the filter is attention to rounding.",
+    caption="Left: for modes that are uniform now, eq. (12) needs next modes of negative "
+    "probability; the Perron vector of A needs none. Right: with symmetric scores that vector is "
+    "e to the G, with general ones it is not.",
+)
 
 
 def imm(tokens: Tensor, value: Tensor, transition: Tensor, modes: Tensor) -> Tensor:
@@ -36,11 +78,6 @@ def imm(tokens: Tensor, value: Tensor, transition: Tensor, modes: Tensor) -> Ten
     return filter(model, zero[:1, :1], collapse="imm").mode_means[0]
 
 
-def gap(a: Any, b: Any) -> float:
-    """The largest difference."""
-    return float((torch.as_tensor(a) - torch.as_tensor(b)).abs().max())
-
-
 def perron(mixing: Tensor) -> Tensor:
     """The eigenvector of A at 1, as probabilities."""
     values, vectors = torch.linalg.eig(mixing)
@@ -48,7 +85,7 @@ def perron(mixing: Tensor) -> Tensor:
     return vector / vector.sum()
 
 
-def experiment(trial: Trial) -> Evidence:
+def measure(trial: Trial) -> Found:
     """Random heads: plain softmax attention against the library's filter."""
     n, d = 8, 4
     x = trial.normal(n, d)
@@ -76,118 +113,45 @@ def experiment(trial: Trial) -> Evidence:
     G = attend(same, same).log_normalizer
     twin = (same @ same.mT / d**0.5).softmax(-1).mT
     reversible = transition_from_mixing(twin)
-
-    numbers = [
-        at_most("row_sums", gap(rows, 1), 1e-9, "how far Σⱼ P(j|i) is from one, by eq. (12)"),
-        at_most(
-            "transition_gap",
-            gap(as_transition, attention),
-            1e-9,
-            "filter with A for its transition and uniform modes, against attention",
+    numbers = {
+        "row_sums": gap(rows, 1),
+        "transition_gap": gap(as_transition, attention),
+        "negative_mode": -needed.min(),
+        "uniform_residual": uniform.residual,
+        "mixing_gap": max(gap(step.mean, attention), gap(step.mixing, mixing)),
+        "perron_gap": max(
+            gap(by_filter, attention),
+            gap(found.current, vector),
+            gap(found.transition, mixing * vector / vector[:, None]),
         ),
-        at_most(
-            "negative_mode",
-            -needed.min(),
-            1e-9,
-            "depth below zero of the only next modes c that make uniform modes fit",
+        "sinkhorn_gap": max(gap(by_sinkhorn, double.mT @ x @ value.mT), gap(double.sum(1), 1)),
+        "symmetric_gap": max(
+            gap(reversible.current, G.softmax(-1)), gap(reversible.transition, twin.mT)
         ),
-        at_most(
-            "uniform_residual",
-            uniform.residual,
-            1e-9,
-            "what is left of A c = π for uniform π and the best c ≥ 0",
-        ),
-        at_most(
-            "mixing_gap",
-            max(gap(step.mean, attention), gap(step.mixing, mixing)),
-            1e-10,
-            "attention as one IMM step with A for its mixing, against plain softmax",
-            form="correction",
-        ),
-        at_most(
-            "perron_gap",
-            max(
-                gap(by_filter, attention),
-                gap(found.current, vector),
-                gap(found.transition, mixing * vector / vector[:, None]),
-            ),
-            1e-8,
-            "filter with A's Perron vector for modes, against attention and an eigensolver",
-            form="correction",
-        ),
-        at_most(
-            "sinkhorn_gap",
-            max(gap(by_sinkhorn, double.mT @ x @ value.mT), gap(double.sum(1), 1)),
-            1e-8,
-            "doubly stochastic weights with uniform modes, filter against weighted mean",
-            form="correction",
-        ),
-        at_most(
-            "symmetric_gap",
-            max(gap(reversible.current, G.softmax(-1)), gap(reversible.transition, twin.mT)),
-            1e-10,
-            "symmetric scores: π against eᴳ, T against the transpose of A",
-            form="correction",
-        ),
-    ]
-
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        place = torch.arange(1, n + 1)
-        left.axhline(0, color=INK, lw=0.8)
-        left.bar(place - 0.2, needed, 0.4, color=series_color(1), label="next, if uniform now")
-        left.bar(place + 0.2, found.current, 0.4, color=series_color(2), label="Perron vector")
-        left.set(xlabel="token", ylabel="probability of a mode", xticks=place)
-        left.set_axisbelow(True)
-        left.set_ylim(top=left.get_ylim()[1] + 0.3 * float(needed.max() - needed.min()))
-        left.legend(loc="upper left")
-        every = torch.cat([G.softmax(-1), scores.logsumexp(-1).softmax(-1), found.current])
-        ends = [float(every.min()) / 1.5, float(every.max()) * 1.5]
-        right.loglog(ends, ends, color=INK, lw=0.8)
-        for label, at, pi, which in (
-            ("symmetric scores", G.softmax(-1), reversible.current, 2),
-            ("general scores", scores.logsumexp(-1).softmax(-1), found.current, 4),
-        ):
-            right.plot(at, pi, "o", ms=5, color=series_color(which), label=label)
-        right.set(xlabel="eᴳ, normalized", ylabel="Perron vector")
-        right.legend(loc="lower right")
-
-    return Evidence(
-        numbers,
-        f"Read as a transition, A has rows that miss one by up to {gap(rows, 1):.2f}, and a filter "
-        f"with it misses attention by {gap(as_transition, attention):.2f}. For uniform modes the "
-        f"next ones would need a probability of −{-float(needed.min()):.2f}. As mixing "
-        "probabilities, with the Perron vector or doubly stochastic weights, the filter is "
-        "attention to rounding.",
-        Picture(
-            draw,
-            "Left: for modes that are uniform now, eq. (12) needs next modes of negative "
-            "probability; the Perron vector of A needs none. Right: with symmetric scores that "
-            "vector is e to the G, with general ones it is not.",
-        ),
-    )
+    }
+    # e^G, normalized, against the Perron vector, by the kind of scores.
+    pairs = {
+        "symmetric": (G.softmax(-1), reversible.current),
+        "general": (scores.logsumexp(-1).softmax(-1), found.current),
+    }
+    return Found(numbers, needed=needed, current=found.current, pairs=pairs)
 
 
-CLAIM = Claim(
-    id="T27",
-    title="Attention as a filter without observation",
-    statement=(
-        "Attention is a step of GPB2 or IMM without an observation: tokens are modes, hidden "
-        "states their expected statistics, the value matrix the linear transition. The modes are "
-        "uniform and attention gives their transition."
-    ),
-    source="message passing draft, eqs. (12) to (14)",
-    formula=r"p(i \mid j) = \frac{e^{\langle \mu_i, \eta_j\rangle}}{\sum_{i'} "
-    r"e^{\langle \mu_{i'}, \eta_j\rangle}} = P(A_t = i \mid A_{t+1} = j), \qquad "
-    r"T_{ij} = \frac{A_{ij}\, c_j}{\pi_i}, \quad \sum_j T_{ij} = 1 \iff A c = \pi",
-    recorded=CORRECTED,
-    experiment=experiment,
-    correction=(
-        "Eq. (12) normalizes over the previous index i, so it is IMM's mixing probability "
-        "P(i|j), not the transition P(j|i); it also prints a further factor σ̃ = 1/M, with which "
-        "nothing sums to one. Uniform modes fit doubly stochastic weights; in "
-        "general π is A's Perron vector, and π ∝ eᴳ where scores are symmetric."
-    ),
-    systems=("message passing view of attention",),
-    tests=("tests/laws/test_message_passing.py", "tests/filtering/test_attention_as_imm.py"),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """Modes that uniform ones would need next; Perron vectors against e to the G."""
+    left, right = figure.subplots(1, 2)
+    place = torch.arange(1, len(seen.needed) + 1)
+    left.axhline(0, color=INK, lw=0.8)
+    left.bar(place - 0.2, seen.needed, 0.4, color=series_color(1), label="next, if uniform now")
+    left.bar(place + 0.2, seen.current, 0.4, color=series_color(2), label="Perron vector")
+    left.set(xlabel="token", ylabel="probability of a mode", xticks=place)
+    left.set_axisbelow(True)
+    left.set_ylim(top=left.get_ylim()[1] + 0.3 * float(seen.needed.max() - seen.needed.min()))
+    left.legend(loc="upper left")
+    every = torch.cat([x for both in seen.pairs.values() for x in both])
+    ends = [float(every.min()) / 1.5, float(every.max()) * 1.5]
+    right.loglog(ends, ends, color=INK, lw=0.8)
+    for which, (kind, both) in zip((2, 4), seen.pairs.items(), strict=True):
+        right.plot(*both, "o", ms=5, color=series_color(which), label=f"{kind} scores")
+    right.set(xlabel="eᴳ, normalized", ylabel="Perron vector")
+    right.legend(loc="lower right")

@@ -9,10 +9,39 @@ from torch import Tensor
 
 from cumulant.figures import INK, MUTED, series_color
 from cumulant.filtering import attention_as_imm
-from cumulant.lab.claims.claim import HOLDS, Claim, Evidence, Picture, Trial, at_least, at_most
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap, relative
 from cumulant.nn import MomentAttention
 
 NOISE = 0.05
+
+CLAIM = Claim(
+    id="T28",
+    title="Attention that carries covariance",
+    evidence="identity",
+    statement="A filter passes on covariances as well as means, and so can attention: by the law "
+    "of total covariance over the keys, with the mean that of ordinary attention. Through a "
+    "residual the cross-covariance of token and output enters too.",
+    source="beyond the message passing draft, from its eqs. (7), (8) and (14)",
+    formula=r"\Sigma_j' = \sum_i p(i \mid j) \left( W \Sigma_i W^\top + Q + (m_i - \bar m_j)"
+    r"(m_i - \bar m_j)^\top \right), \qquad m_i = W \mu_i",
+    recorded="holds",
+    tests=("tests/nn/test_moment_attention.py", "tests/filtering/test_attention_as_imm.py"),
+    rules=table("""
+      statement:
+        mean_gap ≤ 1e-12: mean of the layer, against torch's attention
+        covariance_gap ≤ 1e-11: covariance of one head, against the law of total covariance in loops
+        sampled_gap ≤ 0.03: covariance of two heads with residual, against draws, relative
+        without_cross ≥ 0.05: relative error if token and output count as independent
+        without_spread ≥ 0.05: relative error if the disagreement of the keys is left out
+    """),
+    finding="The mean is torch's attention to {mean_gap:.0e}, the covariance agrees with {runs} × "
+    "{count:,} draws to {sampled_gap:.1%}. Without the cross-covariance of token and output the "
+    "residual's is off by {without_cross:.0%}.",
+    caption="Left: tokens with one standard deviation, before and after a layer with residual. "
+    "Right: every entry of the covariance against draws; without the cross-covariance of token "
+    "and output they miss.",
+)
 
 
 def total_covariance(p: Tensor, means: Tensor, covariances: Tensor) -> Tensor:
@@ -23,11 +52,6 @@ def total_covariance(p: Tensor, means: Tensor, covariances: Tensor) -> Tensor:
         for w, m, S in zip(weights, means, covariances, strict=True):
             out[j] += w * (S + torch.outer(m - center, m - center))
     return out
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|, Frobenius."""
-    return float((a - b).norm() / b.norm())
 
 
 def drawn(trial: Trial, layer: MomentAttention, H: Tensor, roots: Tensor, count: int) -> Tensor:
@@ -51,15 +75,14 @@ def drawn(trial: Trial, layer: MomentAttention, H: Tensor, roots: Tensor, count:
 
 
 @torch.no_grad()
-def experiment(trial: Trial) -> Evidence:
+def measure(trial: Trial) -> Found:
     """One head written out, and a layer of two heads with its residual by Monte Carlo."""
     n, width, heads = 6, 4, 2
     H, roots = 1.5 * trial.normal(n, width), 0.5 * trial.normal(n, width, width)
     S = roots @ roots.mT
     query, key, value = (trial.normal(width, width) / 2 for _ in range(3))
-    one = attention_as_imm(
-        H, S, query_weight=query, key_weight=key, value_weight=value, noise=NOISE
-    )
+    given: dict[str, Any] = {"query_weight": query, "key_weight": key, "value_weight": value}
+    one = attention_as_imm(H, S, noise=NOISE, **given)
     p = ((H @ query.mT) @ (H @ key.mT).mT / width**0.5).softmax(-1)
     Q = NOISE * torch.eye(width, dtype=torch.float64)
     by_hand = total_covariance(p, H @ value.mT, value @ S @ value.mT + Q)
@@ -73,102 +96,44 @@ def experiment(trial: Trial) -> Evidence:
     plain.out_proj.weight.copy_(outward)
     layer = MomentAttention.from_attention(plain, covariance="dense", noise=NOISE)
     ours = layer(H, S, residual=True)
-    mean_gap = float((ours.mean - H - plain(H[None], H[None], H[None])[0][0]).abs().max())
     apart = S + layer(H, S).covariance  # token and output as if they were independent
     count, runs = trial.size(60_000, 8_000), 5
     sampled = torch.stack([drawn(trial, layer, H, roots, count) for _ in range(runs)])
     estimate, each = sampled.mean(0), [relative(s, ours.covariance) for s in sampled]
-    deviation = relative(estimate, ours.covariance)
-    missing = relative(apart, estimate)
     error = float(torch.tensor(each).mean()) / runs**0.5
+    numbers = {
+        "mean_gap": gap(ours.mean - H, plain(H[None], H[None], H[None])[0][0]),
+        "covariance_gap": gap(one.covariance, by_hand),
+        "sampled_gap": (relative(estimate, ours.covariance), error),
+        "without_cross": (relative(apart, estimate), error),
+        "without_spread": relative(spread_alone, by_hand),
+    }
+    before, after = (H, S), (ours.mean, ours.covariance)
+    found = {"before": before, "after": after, "apart": apart, "estimate": estimate}
+    return Found(numbers, runs=runs, count=count, **found)
 
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        angle = torch.linspace(0, 2 * torch.pi, 100, dtype=torch.float64)
-        circle = torch.stack([angle.cos(), angle.sin()])
 
-        def ellipse(axes: Any, mean: Tensor, covariance: Tensor, **look: Any) -> None:
+def draw(figure: Any, seen: Any) -> None:
+    """Tokens with one standard deviation, before and after; the covariance against draws."""
+    left, right = figure.subplots(1, 2)
+    angle = torch.linspace(0, 2 * torch.pi, 100, dtype=torch.float64)
+    circle = torch.stack([angle.cos(), angle.sin()])
+    looks = (("before", MUTED, 1, 3), ("after", series_color(0), None, 4))
+    for name, color, lw, ms in looks:
+        means, covariances = getattr(seen, name)
+        for mean, covariance in zip(means, covariances, strict=True):
             root = torch.linalg.cholesky(covariance[:2, :2])
-            axes.plot(*(mean[:2, None] + root @ circle), **look)
-
-        for i in range(n):
-            ellipse(left, H[i], S[i], color=MUTED, lw=1)
-            ellipse(left, ours.mean[i], ours.covariance[i], color=series_color(0))
-        left.plot(*H[:, :2].T, "o", ms=3, color=MUTED, label="before")
-        left.plot(*ours.mean[:, :2].T, "o", ms=4, color=series_color(0), label="after")
-        left.set(xlabel="first coordinate", ylabel="second coordinate")
-        left.legend()
-        low, high = float(estimate.min()), float(estimate.max())
-        right.plot([low, high], [low, high], color=INK, lw=0.8)
-        for label, found, which in (
-            ("without cross-covariance", apart, 1),
-            ("with it", ours.covariance, 2),
-        ):
-            right.plot(
-                estimate.flatten(),
-                found.flatten(),
-                "o",
-                ms=3,
-                color=series_color(which),
-                label=label,
-            )
-        right.set(xlabel="entry of the covariance, sampled", ylabel="computed")
-        right.legend()
-
-    return Evidence(
-        [
-            at_most("mean_gap", mean_gap, 1e-12, "mean of the layer, against torch's attention"),
-            at_most(
-                "covariance_gap",
-                (one.covariance - by_hand).abs().max(),
-                1e-11,
-                "covariance of one head, against the law of total covariance in loops",
-            ),
-            at_most(
-                "sampled_gap",
-                deviation,
-                0.03,
-                "covariance of two heads with residual, against draws, relative",
-                error=error,
-            ),
-            at_least(
-                "without_cross",
-                missing,
-                0.05,
-                "relative error if token and output count as independent",
-                error=error,
-            ),
-            at_least(
-                "without_spread",
-                relative(spread_alone, by_hand),
-                0.05,
-                "relative error if the disagreement of the keys is left out",
-            ),
-        ],
-        f"The mean is torch's attention to {mean_gap:.0e}, the covariance agrees with {runs} × "
-        f"{count:,} draws to {deviation:.1%}. Without the cross-covariance of token and output "
-        f"the residual's is off by {missing:.0%}.",
-        Picture(
-            draw,
-            "Left: tokens with one standard deviation, before and after a layer with residual. "
-            "Right: every entry of the covariance against draws; without the cross-covariance of "
-            "token and output they miss.",
-        ),
-    )
-
-
-CLAIM = Claim(
-    id="T28",
-    title="Attention that carries covariance",
-    statement=(
-        "A filter passes on covariances as well as means, and so can attention: by the law of "
-        "total covariance over the keys, with the mean that of ordinary attention. Through a "
-        "residual the cross-covariance of token and output enters too."
-    ),
-    source="beyond the message passing draft, from its eqs. (7), (8) and (14)",
-    formula=r"\Sigma_j' = \sum_i p(i \mid j) \left( W \Sigma_i W^\top + Q + (m_i - \bar m_j)"
-    r"(m_i - \bar m_j)^\top \right), \qquad m_i = W \mu_i",
-    recorded=HOLDS,
-    experiment=experiment,
-    tests=("tests/nn/test_moment_attention.py", "tests/filtering/test_attention_as_imm.py"),
-)
+            left.plot(*(mean[:2, None] + root @ circle), color=color, lw=lw)
+        left.plot(*means[:, :2].T, "o", ms=ms, color=color, label=name)
+    left.set(xlabel="first coordinate", ylabel="second coordinate")
+    left.legend()
+    sampled = seen.estimate.flatten()
+    ends = [float(sampled.min()), float(sampled.max())]
+    right.plot(ends, ends, color=INK, lw=0.8)
+    for label, found, which in (
+        ("without cross-covariance", seen.apart, 1),
+        ("with it", seen.after[1], 2),
+    ):
+        right.plot(sampled, found.flatten(), "o", ms=3, color=series_color(which), label=label)
+    right.set(xlabel="entry of the covariance, sampled", ylabel="computed")
+    right.legend()

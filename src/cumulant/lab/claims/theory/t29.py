@@ -8,20 +8,53 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, Gaussian, GaussianMixture
+from cumulant.attention.calls import AttentionCall
 from cumulant.figures import MUTED, series_color
-from cumulant.lab.claims.claim import (
-    OPEN,
-    Claim,
-    Evidence,
-    Picture,
-    Trial,
-    at_least,
-    at_most,
-    noted,
-)
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap
 from cumulant.lab.claims.real import NEEDS, Sublayer, split, sublayers
-from cumulant.lens.calls import AttentionCall
 from cumulant.lens.heads import Link, link
+
+CLAIM = Claim(
+    id="T29",
+    title="The link conjecture",
+    evidence="empirical",
+    statement="The query and key matrices provide a linear approximation of the canonical link, "
+    "which takes the expected statistic of a token to its natural parameter.",
+    correction="Where eq. (15) writes f(η) it must read f(μ): the link takes means to natural "
+    "parameters. It exists inside the hull of the keys only, so it is taken at attention outputs.",
+    source="message passing draft, eq. (15)",
+    formula=r"\eta_i = f(\mu_i) = (\nabla G)^{-1}(\mu_i) \approx \mu_i W_q W_k^\top",
+    recorded="open",
+    systems=("link conjecture",),
+    tests=("tests/lens/test_head_measures.py", "tests/measures/test_link.py"),
+    needs=NEEDS,
+    rules=table("""
+      statement:
+        trained_excess ≥ 0.5 (refuted at 0): R² of the map that the trained weights make, beyond
+            that of random queries and of another head's, medians over heads
+      control:
+        gaussian_link ≤ 1e-10: the link of a Gaussian against Σ⁻¹(μ − m)
+        query_link ≤ 1e-7: the link solved at outputs of a real head, and at smoothed ones, against
+            its queries, relative
+        gaussian_keys ≥ 0.98: R² of the affine map in a head with Gaussian keys
+      noted:
+        trained_map: R² of the trained map, median over heads
+        trained_null: the same with other queries, the better of the two
+        affine_map: R² of the best affine map from means to natural parameters, median over heads
+        affine_null: the same with other queries, the better of the two
+    """),
+    finding="In {heads} heads of MiniLM the trained map explains R² = {trained_map:.2f} of the "
+    "link (median; {tokens} tokens), {trained_excess:.2f} more than random queries or another "
+    "head's: more than nothing, too little to decide. The best affine map explains "
+    "{affine_map:.2f}, which says little: other queries give {affine_null:.2f}, and it is "
+    "{half:.2f} with {fewer} tokens and rising with the number of tokens.",
+    caption="Every head of MiniLM: how much of the true link an affine map of the mean explains "
+    "at its best, and as trained. Dashed: medians with random queries or another head's, the "
+    "better of the two. An affine map fits those as well; the trained weights do a little better "
+    "than they, but not in the last block.",
+    size=(7.0, 3.2),
+)
 
 
 def gaussian_gap(trial: Trial) -> float:
@@ -30,7 +63,7 @@ def gaussian_gap(trial: Trial) -> float:
     root, mean, mu = trial.normal(d, d), trial.normal(d), trial.normal(20, d)
     covariance = root @ root.mT + torch.eye(d, dtype=torch.float64)
     truth = torch.linalg.solve(covariance, (mu - mean).mT).mT
-    return float((Gaussian(mean, covariance).link(mu) - truth).abs().max())
+    return gap(Gaussian(mean, covariance).link(mu), truth)
 
 
 def linear_score(trial: Trial) -> float:
@@ -64,7 +97,7 @@ def query_gap(layer: Sublayer, trial: Trial, count: int) -> float:
     spread = float(away.square().mean()) / 4
     smooth = GaussianMixture(key, spread * torch.eye(key.shape[1], dtype=torch.float64))
     back = smooth.link(mean + spread * eta)
-    return max(worst, float((back - eta).abs().max() / eta.abs().max()))
+    return max(worst, float(gap(back, eta) / eta.abs().max()))
 
 
 def of_head(layer: Sublayer, seed: int, means: int) -> Link:
@@ -96,7 +129,7 @@ def median_error(x: Tensor) -> float:
 
 
 @torch.no_grad()
-def experiment(trial: Trial) -> Evidence:
+def measure(trial: Trial) -> Found:
     """All heads of MiniLM on one passage: means μᵢ = Eᵢ[k], natural parameters scale · qᵢ."""
     layers = sublayers()[:: trial.size(1, 3)]
     tokens = trial.size(layers[0].query.shape[1], 64)
@@ -112,113 +145,41 @@ def experiment(trial: Trial) -> Evidence:
         )
     ]
     affine_null, trained_null = (
-        max(float(flat(column).median()) for column in columns)
-        for columns in (
-            [[x.linear for x in other] for other in others],
-            [[x.trained for x in other] for other in others],
-        )
+        max(float(flat([getattr(x, kind) for x in other]).median()) for other in others)
+        for kind in ("linear", "trained")
     )
-    excess = float(trained.median()) - trained_null
     solved = query_gap(layers[len(layers) // 2], trial, trial.size(48, 12))
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        blocks = range(1, len(found) + 1)
-        for value, name, which in (
-            (affine_null, "affine, other queries", 0),
-            (trained_null, "trained, other queries", 1),
-        ):
-            axes.axhline(value, color=series_color(which), lw=1, ls="--")
-            axes.text(len(found) + 0.45, value + 0.03, name, fontsize=8.5, color=MUTED)
-        for i, link_ in enumerate(found):
-            for x, shift, which in ((link_.linear, -0.15, 0), (link_.trained, 0.15, 1)):
-                place = i + 1 + shift + torch.linspace(-0.08, 0.08, len(x))
-                axes.plot(place, x, "o", ms=3.5, color=series_color(which))
-        for which, label in ((0, "best affine map"), (1, "trained weights")):
-            axes.plot([], [], "o", ms=4, color=series_color(which), label=label)
-        axes.set(xlabel="layer", ylabel="R² of the link", xlim=(0.5, len(found) + 2.2))
-        axes.set_xticks(blocks, [str(n - 1) for n in blocks])
-        axes.set_ylim(min(-0.6, float(trained.min()) - 0.1), 1.05)
-        axes.legend(loc="lower left")
-
-    return Evidence(
-        [
-            at_most(
-                "gaussian_link",
-                gaussian_gap(trial),
-                1e-10,
-                "the link of a Gaussian against Σ⁻¹(μ − m)",
-                form="control",
-            ),
-            at_most(
-                "query_link",
-                solved,
-                1e-7,
-                "the link solved at outputs of a real head, and at smoothed ones, against its "
-                "queries, relative",
-                form="control",
-            ),
-            at_least(
-                "gaussian_keys",
-                linear_score(trial),
-                0.98,
-                "R² of the affine map in a head with Gaussian keys",
-                form="control",
-            ),
-            at_least(
-                "trained_excess",
-                excess,
-                0.5,
-                "R² of the map that the trained weights make, beyond that of random queries and of "
-                "another head's, medians over heads",
-                refuted=0.0,
-                error=median_error(trained),
-            ),
-            noted("trained_map", trained.median(), "R² of the trained map, median over heads"),
-            noted(
-                "trained_null", trained_null, "the same with other queries, the better of the two"
-            ),
-            noted(
-                "affine_map",
-                linear.median(),
-                "R² of the best affine map from means to natural parameters, median over heads",
-                error=median_error(linear),
-            ),
-            noted("affine_null", affine_null, "the same with other queries, the better of the two"),
-        ],
-        f"In {len(linear)} heads of MiniLM the trained map explains R² = "
-        f"{float(trained.median()):.2f} of the link (median; {tokens} tokens), {excess:.2f} more "
-        "than random queries or another head's: more than nothing, too little to decide. The best "
-        f"affine map explains {float(linear.median()):.2f}, which says little: other queries give "
-        f"{affine_null:.2f}, and it is {float(half.median()):.2f} with {tokens // 2} tokens and "
-        "rising with the number of tokens.".replace("-", "−"),
-        Picture(
-            draw,
-            "Every head of MiniLM: how much of the true link an affine map of the mean explains at "
-            "its best, and as trained. Dashed: medians with random queries or another head's, the "
-            "better of the two. An affine map fits those as well; the trained weights do a little "
-            "better than they, but not in the last block.",
-            (7.0, 3.2),
-        ),
-    )
+    numbers = {
+        "gaussian_link": gaussian_gap(trial),
+        "query_link": solved,
+        "gaussian_keys": linear_score(trial),
+        "trained_excess": (float(trained.median()) - trained_null, median_error(trained)),
+        "trained_map": trained.median(),
+        "trained_null": trained_null,
+        "affine_map": (linear.median(), median_error(linear)),
+        "affine_null": affine_null,
+    }
+    counts = {"heads": len(linear), "tokens": tokens, "fewer": tokens // 2}
+    return Found(numbers, **counts, half=half.median(), found=found, trained=trained)
 
 
-CLAIM = Claim(
-    id="T29",
-    title="The link conjecture",
-    statement=(
-        "The query and key matrices provide a linear approximation of the canonical link, which "
-        "takes the expected statistic of a token to its natural parameter."
-    ),
-    source="message passing draft, eq. (15)",
-    formula=r"\eta_i = f(\mu_i) = (\nabla G)^{-1}(\mu_i) \approx \mu_i W_q W_k^\top",
-    recorded=OPEN,
-    experiment=experiment,
-    correction=(
-        "Where eq. (15) writes f(η) it must read f(μ): the link takes means to natural parameters. "
-        "It exists inside the hull of the keys only, so it is taken at attention outputs."
-    ),
-    systems=("link conjecture",),
-    tests=("tests/lens/test_head_measures.py", "tests/measures/test_link.py"),
-    needs=NEEDS,
-)
+def draw(figure: Any, seen: Any) -> None:
+    """R² of both maps, head by head, with the medians of other queries."""
+    axes = figure.subplots()
+    blocks = range(1, len(seen.found) + 1)
+    for value, name, which in (
+        (seen.affine_null, "affine, other queries", 0),
+        (seen.trained_null, "trained, other queries", 1),
+    ):
+        axes.axhline(value, color=series_color(which), lw=1, ls="--")
+        axes.text(len(seen.found) + 0.45, value + 0.03, name, fontsize=8.5, color=MUTED)
+    for i, link_ in enumerate(seen.found):
+        for x, shift, which in ((link_.linear, -0.15, 0), (link_.trained, 0.15, 1)):
+            place = i + 1 + shift + torch.linspace(-0.08, 0.08, len(x))
+            axes.plot(place, x, "o", ms=3.5, color=series_color(which))
+    for which, label in ((0, "best affine map"), (1, "trained weights")):
+        axes.plot([], [], "o", ms=4, color=series_color(which), label=label)
+    axes.set(xlabel="layer", ylabel="R² of the link", xlim=(0.5, len(seen.found) + 2.2))
+    axes.set_xticks(blocks, [str(n - 1) for n in blocks])
+    axes.set_ylim(min(-0.6, float(seen.trained.min()) - 0.1), 1.05)
+    axes.legend(loc="lower left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -11,18 +12,43 @@ from torch import Tensor
 
 from cumulant import ConvergenceError, dynamics
 from cumulant.figures import MUTED, series_color, tidy
-from cumulant.lab.claims.claim import (
-    HOLDS,
-    Claim,
-    Evidence,
-    Picture,
-    Trial,
-    at_least,
-    at_most,
-    noted,
-)
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap, minimized
 
 BETA, STEP = 2.0, 1.5
+
+CLAIM = Claim(
+    id="T30",
+    title="Attention run backwards",
+    evidence="identity",
+    statement="For fixed patterns I + τ∇G is a bijection. Its inverse is a proximal map, the "
+    "resolvent of a monotone operator, and so never increases distances.",
+    source="main draft, §2.2, after Winston and Kolter (2020)",
+    formula=r"(I + \tau \nabla G)^{-1}(y) = \operatorname{argmin}_z "
+    r"\frac{1}{2} \|z - y\|^2 + \tau\, G(z)",
+    recorded="holds",
+    systems=("monotone operators (Winston & Kolter)",),
+    tests=("tests/laws/test_inverse_sublayer.py",),
+    rules=table("""
+      statement:
+        round_trip ≤ 1e-6: step, then its inverse: distance from the start
+        onto_gap ≤ 1e-5: points anywhere: the inverse put into the sublayer written out
+        proximal_gap ≤ 0.0001: the inverse against scipy's minimum of the proximal problem
+        lipschitz ≤ 1.000000001: largest ratio of distances on the way back
+        firmness ≥ -1e-9: least ⟨Δx,Δy⟩ − ‖Δx‖², relative: firmly nonexpansive, as resolvents are
+      noted:
+        undamped_failed: share of points where undamped Newton fails
+        self_attention_small: share of clouds N(0, I) for which self-attention could be undone
+        self_attention_large: the same for clouds eight times as large: nothing promises an inverse
+    """),
+    finding="Every output has one input, found to {onto_gap:.0e}; going back never stretches a "
+    "distance (largest ratio {lipschitz:.3f}). Undamped Newton fails for {undamped_failed:.0%} of "
+    "the points. Self-attention has no such promise: it could be undone for "
+    "{self_attention_small:.0%} of small clouds and {self_attention_large:.0%} of large ones.",
+    caption="A square grid of outputs of a cross-attention sublayer with three patterns (stars) "
+    "and the inputs they came from: the way back is a map of the whole plane that brings no two "
+    "points farther apart.",
+)
 
 
 def proximal(y: Tensor, patterns: Tensor) -> Tensor:
@@ -36,9 +62,7 @@ def proximal(y: Tensor, patterns: Tensor) -> Tensor:
         slope = z - at + STEP * weights @ p / weights.sum()
         return 0.5 * ((z - at) ** 2).sum() + STEP * lse(scores) / BETA, slope
 
-    found = import_module("scipy.optimize").minimize(
-        objective, at, jac=True, method="BFGS", options={"gtol": 1e-9}
-    )
+    found = minimized(objective, at, jac=True, method="BFGS", options={"gtol": 1e-9})
     return torch.from_numpy(found.x)
 
 
@@ -55,14 +79,23 @@ def undamped(y: Tensor, patterns: Tensor, rounds: int = 60) -> Tensor:
     return left.abs().amax(-1)
 
 
-def experiment(trial: Trial) -> Evidence:
+def solved(trial: Trial, size: float, tries: int) -> float:
+    """The share of clouds of this size for which self-attention could be undone."""
+    count = 0
+    for _ in range(tries):
+        with suppress(ConvergenceError):
+            dynamics.inverse(size * trial.normal(12, 3), beta=BETA, step_size=STEP)
+            count += 1
+    return count / tries
+
+
+def measure(trial: Trial) -> Found:
     """Steps undone, points that no step has made, and distances on the way back."""
     n, d = trial.size(300, 80), 3
     patterns = 4 * trial.normal(9, d)
     how: dict[str, Any] = {"beta": BETA, "step_size": STEP, "patterns": patterns}
     x = 2 * trial.normal(n, d)
     forth = dynamics.step(x, **how)
-    trip = (dynamics.inverse(forth, **how) - x).abs().max()
     y = 8 * trial.normal(n, d)  # anywhere, not made by a step
     back = dynamics.inverse(y, **how)
     residual = back + STEP * (BETA * back @ patterns.mT).softmax(-1) @ patterns - y
@@ -70,97 +103,35 @@ def experiment(trial: Trial) -> Evidence:
     by_scipy = torch.stack([proximal(one, patterns) for one in y[:some]])
     i, j = torch.triu_indices(n, n, 1)
     dx, dy = back[i] - back[j], y[i] - y[j]
-    ratio = (dx.norm(dim=-1) / dy.norm(dim=-1)).max()
-    firm = (((dx * dy).sum(-1) - dx.square().sum(-1)) / dy.square().sum(-1)).min()
-    failed = (undamped(y, patterns) > 1e-6).double().mean()
-
-    def solvable(size: float) -> bool:
-        try:
-            dynamics.inverse(size * trial.normal(12, d), beta=BETA, step_size=STEP)
-        except ConvergenceError:
-            return False
-        return True
-
-    tries = trial.size(8, 2)
-    small, large = (sum(solvable(size) for _ in range(tries)) / tries for size in (1.0, 8.0))
-
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        stars = torch.tensor([[2.0, 1.0], [-2.0, 1.5], [0.3, -2.2]], dtype=torch.float64)
-        line = torch.linspace(-4, 4, 17, dtype=torch.float64)
-        fine = torch.linspace(-4, 4, 81, dtype=torch.float64)
-        for axes, undo in ((left, False), (right, True)):
-            for c in line:
-                flat = torch.stack([fine, c.expand(81)], -1)
-                for one in (flat, flat.flip(-1)):
-                    z = dynamics.inverse(one, patterns=stars) if undo else one
-                    axes.plot(*z.mT, color=series_color(0 if undo else 2), linewidth=0.8)
-            axes.scatter(*stars.mT, marker="*", s=60, color=series_color(1), zorder=3)
-            axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-4.3, 4.3), ylim=(-4.3, 4.3))
-            axes.spines[:].set_color(MUTED)
-            tidy(axes)
-        left.set_title("Outputs of the sublayer")
-        right.set_title("Their inputs, by running it backwards")
-
-    return Evidence(
-        [
-            at_most("round_trip", trip, 1e-6, "step, then its inverse: distance from the start"),
-            at_most(
-                "onto_gap",
-                residual.abs().max(),
-                1e-5,
-                "points anywhere: the inverse put into the sublayer written out",
-            ),
-            at_most(
-                "proximal_gap",
-                (back[:some] - by_scipy).abs().max(),
-                1e-4,
-                "the inverse against scipy's minimum of the proximal problem",
-            ),
-            at_most("lipschitz", ratio, 1 + 1e-9, "largest ratio of distances on the way back"),
-            at_least(
-                "firmness",
-                firm,
-                -1e-9,
-                "least ⟨Δx,Δy⟩ − ‖Δx‖², relative: firmly nonexpansive, as resolvents are",
-            ),
-            noted("undamped_failed", failed, "share of points where undamped Newton fails"),
-            noted(
-                "self_attention_small",
-                small,
-                "share of clouds N(0, I) for which self-attention could be undone",
-            ),
-            noted(
-                "self_attention_large",
-                large,
-                "the same for clouds eight times as large: nothing promises an inverse",
-            ),
-        ],
-        f"Every output has one input, found to {float(residual.abs().max()):.0e}; going back never "
-        f"stretches a distance (largest ratio {float(ratio):.3f}). Undamped Newton fails for "
-        f"{float(failed):.0%} of the points. Self-attention has no such promise: it could be "
-        f"undone for {small:.0%} of small clouds and {large:.0%} of large ones.",
-        Picture(
-            draw,
-            "A square grid of outputs of a cross-attention sublayer with three patterns (stars) "
-            "and the inputs they came from: the way back is a map of the whole plane that "
-            "brings no two points farther apart.",
-        ),
-    )
+    small, large = (solved(trial, size, trial.size(8, 2)) for size in (1.0, 8.0))
+    numbers = {
+        "round_trip": gap(dynamics.inverse(forth, **how), x),
+        "onto_gap": residual.abs().max(),
+        "proximal_gap": gap(back[:some], by_scipy),
+        "lipschitz": (dx.norm(dim=-1) / dy.norm(dim=-1)).max(),
+        "firmness": (((dx * dy).sum(-1) - dx.square().sum(-1)) / dy.square().sum(-1)).min(),
+        "undamped_failed": (undamped(y, patterns) > 1e-6).double().mean(),
+        "self_attention_small": small,
+        "self_attention_large": large,
+    }
+    return Found(numbers)
 
 
-CLAIM = Claim(
-    id="T30",
-    title="Attention run backwards",
-    statement=(
-        "For fixed patterns I + τ∇G is a bijection. Its inverse is a proximal map, the resolvent "
-        "of a monotone operator, and so never increases distances."
-    ),
-    source="main draft, §2.2, after Winston and Kolter (2020)",
-    formula=r"(I + \tau \nabla G)^{-1}(y) = \operatorname{argmin}_z "
-    r"\frac{1}{2} \|z - y\|^2 + \tau\, G(z)",
-    recorded=HOLDS,
-    experiment=experiment,
-    systems=("monotone operators (Winston & Kolter)",),
-    tests=("tests/laws/test_inverse_sublayer.py",),
-)
+def draw(figure: Any, seen: Any) -> None:
+    """A grid of outputs, and the inputs they came from."""
+    left, right = figure.subplots(1, 2)
+    stars = torch.tensor([[2.0, 1.0], [-2.0, 1.5], [0.3, -2.2]], dtype=torch.float64)
+    line = torch.linspace(-4, 4, 17, dtype=torch.float64)
+    fine = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    for axes, undo in ((left, False), (right, True)):
+        for c in line:
+            flat = torch.stack([fine, c.expand(81)], -1)
+            for one in (flat, flat.flip(-1)):
+                z = dynamics.inverse(one, patterns=stars) if undo else one
+                axes.plot(*z.mT, color=series_color(0 if undo else 2), linewidth=0.8)
+        axes.scatter(*stars.mT, marker="*", s=60, color=series_color(1), zorder=3)
+        axes.set(aspect="equal", xticks=[], yticks=[], xlim=(-4.3, 4.3), ylim=(-4.3, 4.3))
+        axes.spines[:].set_color(MUTED)
+        tidy(axes)
+    left.set_title("Outputs of the sublayer")
+    right.set_title("Their inputs, by running it backwards")

@@ -14,20 +14,63 @@ from torch.nn.functional import normalize
 
 from cumulant import Empirical
 from cumulant.figures import MUTED, series_color
-from cumulant.lab.claims.claim import (
-    FAILS,
-    Claim,
-    Evidence,
-    Picture,
-    Trial,
-    at_least,
-    at_most,
-    noted,
-)
+from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.measuring import gap
 from cumulant.lab.claims.real import NEEDS, loaded
 from cumulant.lens.partition import partition
 
 ENOUGH = 10  # how often a pair must occur for its mutual information to count
+SOFTMAX, WALK = "softmax, one table", "fitted to the walk"
+
+CLAIM = Claim(
+    id="T31",
+    title="The random walk of a context vector",
+    evidence="empirical",
+    statement="Words drawn with P(w|c) ∝ exp⟨v, c⟩ while c walks slowly on a sphere are the "
+    "empirical family with a moving natural parameter. Then Z(c) is nearly constant, log p(w) "
+    "grows with |v|²/(2d), mutual information is ⟨v, v′⟩/d; real word vectors should show it.",
+    source="proofs draft, end of §B; Arora et al. 2016",
+    formula=r"\log p(w) \approx \frac{\lVert v_w \rVert^2}{2d} - \log Z, \qquad "
+    r"\log\frac{p(w, w')}{p(w)\,p(w')} \approx \frac{\langle v_w, v_{w'}\rangle}{d}",
+    recorded="does not hold in general",
+    systems=("random walk of a context vector (Arora et al. 2016)",),
+    tests=("tests/lens/test_partition.py",),
+    needs=NEEDS,
+    rules=table("""
+      statement:
+        minilm_partition ≤ 0.05: relative deviation of Z over directions, MiniLM's embeddings about
+            their mean, scores of deviation 0.5
+        softmax_laws ≥ 0.9 (refuted at 0.3): worse of the two correlations, a softmax with one table
+            on pydoc's text, with or without their mean
+        walk_laws ≥ 0.9 (refuted at 0.3): worse of the two correlations, vectors fitted to log p(w,
+            w′) = |v + v′|², with or without their mean
+        minilm_frequency ≥ 0.9 (refuted at 0.3): correlation of |v|² with log p(w), MiniLM's
+            embeddings, frequency by its vocabulary, with or without their mean
+      control:
+        simulated_laws ≥ 0.95: worse of the two correlations, in a corpus drawn from the model
+            itself
+        simulated_slopes ≤ 0.15: slopes of log p(w) on |v|²/2d and of PMI on ⟨v, v′⟩/d there,
+            largest distance from 1
+        normalized ≤ 1e-10: largest |Σ P(w|c) − 1| there
+        gaussian_partition ≤ 0.3: variance of Z over directions for Gaussian vectors, against the
+            closed form, relative
+      noted:
+        minilm_mutual: correlation of PMI with ⟨v, v′⟩, MiniLM's embeddings, which learned from
+            another text
+        far_partition: deviation of Z as above, scores of deviation 4
+    """),
+    finding="In a corpus that the walk makes both laws hold (correlations {own[0]:.2f} and "
+    "{own[1]:.2f}, slopes {slopes[0]:.2f} and {slopes[1]:.2f}), and Z of MiniLM's "
+    "embeddings varies by {minilm_partition:.1%} while scores are small. But log p(w) correlates "
+    "by {minilm_frequency:.2f} with their |v|². On the text of pydoc ({length:,} words, the "
+    "{words} most frequent kept) the worse of both correlations is {softmax_laws:.2f} for a "
+    "softmax with one table and {walk_laws:.2f} even for vectors fitted to the walk's own law.",
+    caption="Left: Z of MiniLM's embeddings is nearly constant over directions while scores are "
+    "small, and not when they are large. Right: the two laws of the walk; only a simulated corpus "
+    "follows both, and the softmax trades one for the other if its mean is taken off. Dashed: "
+    "left the bound on Z, 0.05; right the correlations above which a law holds, 0.9, and below "
+    "which it is refuted, 0.3.",
+)
 
 
 def sides(v: Tensor, pairs: Tensor, least: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -58,7 +101,7 @@ def simulated(trial: Trial) -> tuple[tuple[float, float], list[float], float]:
     worst = 0.0
     for _ in range(steps):
         p = (c @ v.mT - measure.log_normalizer(c)[:, None]).exp()  # P(w | c)
-        worst = max(worst, float((p.sum(-1) - 1).abs().max()))
+        worst = max(worst, gap(p.sum(-1), 1))
         pairs += 0 if last is None else last.mT @ p + p.mT @ last
         last, c = p, normalize(c + 0.02 * trial.normal(walks, d), dim=-1)
     slopes = [float(c[0, 1] / c[0, 0]) for c in map(torch.cov, sides(v, pairs))]
@@ -121,27 +164,30 @@ def trained(trial: Trial, pairs: Tensor, walk: bool) -> Tensor:
     return v.detach()
 
 
-def experiment(trial: Trial) -> Evidence:
+def embedded(
+    trial: Trial, embeddings: Tensor, vocabulary: dict[str, int]
+) -> tuple[dict[float, float], dict[bool, float]]:
+    """MiniLM's embeddings: spread of Z by radius; correlation with frequency, centered or not."""
+    rank = torch.zeros(len(embeddings))  # BERT's vocabulary is sorted by frequency: Zipf's law
+    plain = sorted(i for w, i in vocabulary.items() if re.fullmatch("[a-z]{2,}", w))
+    rank[plain] = 1 / torch.arange(1.0, len(plain) + 1)
+    radii = [0.5, 4.0] if trial.quick else [0.25, 0.5, 1.0, 2.0, 4.0]
+    how: dict[str, Any] = {"directions": trial.size(256, 64), "seed": trial.seed}
+    rows = partition(embeddings, radii=radii, counts=rank, **how)
+    spread = {row["radius"]: row["relative_sd"] for row in rows if row["centered"]}
+    return spread, {row["centered"]: float(row["frequency_correlation"]) for row in rows}
+
+
+def measure(trial: Trial) -> Found:
     """A corpus of the model itself; then MiniLM's embeddings, and vectors trained on real text."""
     chosen, pairs, length = text(trial)
     vocabulary = loaded().tokenizer.get_vocab()
-    table = loaded().model.get_input_embeddings().weight.detach()
-    rank = torch.zeros(len(table))  # BERT's vocabulary is sorted by frequency: Zipf's law
-    plain = sorted(i for w, i in vocabulary.items() if re.fullmatch("[a-z]{2,}", w))
-    rank[plain] = 1 / torch.arange(1.0, len(plain) + 1)
-    rows = partition(
-        table,
-        radii=[0.5, 4.0] if trial.quick else [0.25, 0.5, 1.0, 2.0, 4.0],
-        directions=trial.size(256, 64),
-        seed=trial.seed,
-        counts=rank,
-    )
-    spread = {row["radius"]: row["relative_sd"] for row in rows if row["centered"]}
-    by_rank = {row["centered"]: float(row["frequency_correlation"]) for row in rows}
+    embeddings = loaded().model.get_input_embeddings().weight.detach()
+    spread, by_rank = embedded(trial, embeddings, vocabulary)
     vectors = {
-        "MiniLM": table[[vocabulary[w] for w in chosen]],
-        "softmax, one table": trained(trial, pairs, walk=False),
-        "fitted to the walk": trained(trial, pairs, walk=True),
+        "MiniLM": embeddings[[vocabulary[w] for w in chosen]],
+        SOFTMAX: trained(trial, pairs, walk=False),
+        WALK: trained(trial, pairs, walk=True),
     }
     own, slopes, unnormalized = simulated(trial)
     found = {"simulated corpus": [own]} | {
@@ -151,131 +197,41 @@ def experiment(trial: Trial) -> Evidence:
     found["MiniLM"] = [(by_rank[i > 0], x[1]) for i, x in enumerate(found["MiniLM"])]
     # Both laws at once, for the vectors as they are or about their mean, whichever is better.
     kept = {name: max(map(min, both)) for name, both in found.items()}
-
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
-        left.loglog(list(spread), list(spread.values()), "o-", ms=4, color=series_color(0))
-        left.axhline(0.05, color=MUTED, lw=1, ls="--")
-        left.set(xlabel="deviation of the scores", ylabel="deviation of Z, relative")
-        left.set_xticks(list(spread), [f"{r:g}" for r in spread])
-        left.minorticks_off()
-        lines = [
-            (name + (", centered" if i else ""), both)
-            for name, each in reversed(found.items())
-            for i, both in reversed(list(enumerate(each)))
-        ]
-        for bound in (0.3, 0.9):
-            right.axvline(bound, color=MUTED, lw=1, ls="--")
-        for which, label in ((0, "log p(w) with |v|²"), (1, "PMI with ⟨v, v′⟩")):
-            right.plot(
-                [both[which] for _, both in lines],
-                range(len(lines)),
-                "os"[which],
-                ms=5,
-                color=series_color(which),
-                label=label,
-            )
-        right.set_yticks(range(len(lines)), [name for name, _ in lines])
-        right.set(xlabel="correlation", xlim=(-1, 1.05))
-        right.legend(loc="lower left")
-
-    return Evidence(
-        [
-            at_least(
-                "simulated_laws",
-                min(own),
-                0.95,
-                "worse of the two correlations, in a corpus drawn from the model itself",
-                form="control",
-            ),
-            at_most(
-                "simulated_slopes",
-                max(abs(x - 1) for x in slopes),
-                0.15,
-                "slopes of log p(w) on |v|²/2d and of PMI on ⟨v, v′⟩/d there, largest distance "
-                "from 1",
-                form="control",
-            ),
-            at_most(
-                "normalized", unnormalized, 1e-10, "largest |Σ P(w|c) − 1| there", form="control"
-            ),
-            at_most(
-                "gaussian_partition",
-                gaussian_gap(trial),
-                0.3,
-                "variance of Z over directions for Gaussian vectors, against the closed form, "
-                "relative",
-                form="control",
-            ),
-            at_most(
-                "minilm_partition",
-                spread[0.5],
-                0.05,
-                "relative deviation of Z over directions, MiniLM's embeddings about their mean, "
-                "scores of deviation 0.5",
-            ),
-            *(
-                at_least(
-                    f"{name}_laws",
-                    kept[kind],
-                    0.9,
-                    f"worse of the two correlations, {what}, with or without their mean",
-                    refuted=0.3,
-                )
-                for name, kind, what in (
-                    ("softmax", "softmax, one table", "a softmax with one table on pydoc's text"),
-                    ("walk", "fitted to the walk", "vectors fitted to log p(w, w′) = |v + v′|²"),
-                )
-            ),
-            at_least(
-                "minilm_frequency",
-                max(by_rank.values()),
-                0.9,
-                "correlation of |v|² with log p(w), MiniLM's embeddings, frequency by its "
-                "vocabulary, with or without their mean",
-                refuted=0.3,
-            ),
-            noted(
-                "minilm_mutual",
-                max(x[1] for x in found["MiniLM"]),
-                "correlation of PMI with ⟨v, v′⟩, MiniLM's embeddings, which learned from another "
-                "text",
-            ),
-            noted("far_partition", spread[4.0], "deviation of Z as above, scores of deviation 4"),
-        ],
-        f"In a corpus that the walk makes both laws hold (correlations {own[0]:.2f} and "
-        f"{own[1]:.2f}, slopes {slopes[0]:.2f} and {slopes[1]:.2f}), and Z of MiniLM's embeddings "
-        f"varies by {spread[0.5]:.1%} while scores are small. But log p(w) correlates by "
-        f"{max(by_rank.values()):.2f} with their |v|². On the text of pydoc ({length:,} words, the "
-        f"{len(chosen)} most frequent kept) the worse of both correlations is "
-        f"{kept['softmax, one table']:.2f} for a softmax with one table and "
-        f"{kept['fitted to the walk']:.2f} even for vectors fitted to the walk's own "
-        "law.".replace("-", "−"),
-        Picture(
-            draw,
-            "Left: Z of MiniLM's embeddings is nearly constant over directions while scores are "
-            "small, and not when they are large. Right: the two laws of the walk; only a simulated "
-            "corpus follows both, and the softmax trades one for the other if its mean is taken "
-            "off. Dashed: left the bound on Z, 0.05; right the correlations above which a law "
-            "holds, 0.9, and below which it is refuted, 0.3.",
-        ),
-    )
+    numbers = {
+        "simulated_laws": min(own),
+        "simulated_slopes": max(abs(x - 1) for x in slopes),
+        "normalized": unnormalized,
+        "gaussian_partition": gaussian_gap(trial),
+        "minilm_partition": spread[0.5],
+        "softmax_laws": kept[SOFTMAX],
+        "walk_laws": kept[WALK],
+        "minilm_frequency": max(by_rank.values()),
+        "minilm_mutual": max(x[1] for x in found["MiniLM"]),
+        "far_partition": spread[4.0],
+    }
+    about = {"length": length, "words": len(chosen)}
+    return Found(numbers, own=own, slopes=slopes, **about, found=found, spread=spread)
 
 
-CLAIM = Claim(
-    id="T31",
-    title="The random walk of a context vector",
-    statement=(
-        "Words drawn with P(w|c) ∝ exp⟨v, c⟩ while c walks slowly on a sphere are the empirical "
-        "family with a moving natural parameter. Then Z(c) is nearly constant, log p(w) grows with "
-        "|v|²/(2d), mutual information is ⟨v, v′⟩/d; real word vectors should show it."
-    ),
-    source="proofs draft, end of §B; Arora et al. 2016",
-    formula=r"\log p(w) \approx \frac{\lVert v_w \rVert^2}{2d} - \log Z, \qquad "
-    r"\log\frac{p(w, w')}{p(w)\,p(w')} \approx \frac{\langle v_w, v_{w'}\rangle}{d}",
-    recorded=FAILS,
-    experiment=experiment,
-    systems=("random walk of a context vector (Arora et al. 2016)",),
-    tests=("tests/lens/test_partition.py",),
-    needs=NEEDS,
-)
+def draw(figure: Any, seen: Any) -> None:
+    """Spread of Z against that of the scores; both correlations of each set of vectors."""
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    left.loglog(list(seen.spread), list(seen.spread.values()), "o-", ms=4, color=series_color(0))
+    left.axhline(0.05, color=MUTED, lw=1, ls="--")
+    left.set(xlabel="deviation of the scores", ylabel="deviation of Z, relative")
+    left.set_xticks(list(seen.spread), [f"{r:g}" for r in seen.spread])
+    left.minorticks_off()
+    lines = [
+        (name + (", centered" if i else ""), both)
+        for name, each in reversed(seen.found.items())
+        for i, both in reversed(list(enumerate(each)))
+    ]
+    for bound in (0.3, 0.9):
+        right.axvline(bound, color=MUTED, lw=1, ls="--")
+    for which, label in ((0, "log p(w) with |v|²"), (1, "PMI with ⟨v, v′⟩")):
+        found = [both[which] for _, both in lines]
+        look = {"ms": 5, "color": series_color(which), "label": label}
+        right.plot(found, range(len(lines)), "os"[which], **look)
+    right.set_yticks(range(len(lines)), [name for name, _ in lines])
+    right.set(xlabel="correlation", xlim=(-1, 1.05))
+    right.legend(loc="lower left")

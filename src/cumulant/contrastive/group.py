@@ -12,17 +12,18 @@ from torch import Tensor
 
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
+from cumulant.distributed.facts import Facts, describe
 from cumulant.distributed.maps import gather_rows, total
-from cumulant.distributed.ranks import Ranks, describe
+from cumulant.distributed.ranks import Ranks
 
-__all__ = ["Reduce", "Room", "nothing"]
+__all__ = ["ContrastiveGroup", "Reduce", "nothing"]
 
 _T = TypeVar("_T")
 _Pair = TypeVar("_Pair", bound=tuple[Any, ...])
 
 
-class Room:
-    """The ranks of a contrastive loss; without a group, a room of one.
+class ContrastiveGroup:
+    """The ranks of a contrastive loss; without a group, a group of one.
 
     Every anchor meets the keys of all ranks, so the keys are gathered and their gradients added up
     on the way back. That sends as much as bringing the anchors to the keys would, and leaves each
@@ -36,12 +37,12 @@ class Room:
         self.anchors = 0
 
     def enter(
-        self, what: str, prepare: Callable[[], _Pair], facts: Callable[[], dict[str, int]] = dict
+        self, what: str, prepare: Callable[[], _Pair], facts: Callable[[], Facts] = dict
     ) -> _Pair:
         """Check this rank's anchors and keys, the first two, and learn how many others have."""
         made: list[_Pair] = []
 
-        def check() -> dict[str, int]:
+        def check() -> Facts:
             made.append(prepare())
             q, k = made[0][:2]
             counts = {"anchors": q.shape[-2], "keys": k.shape[-2]}
@@ -72,7 +73,7 @@ class Room:
 class Reduce:
     """From the losses of this rank's anchors to what the caller asked for."""
 
-    room: Room
+    group: ContrastiveGroup
     reduction: str
     kind: torch.dtype
 
@@ -80,12 +81,12 @@ class Reduce:
         kind = self.kind
         if self.reduction == "none":
             out = loss
-        elif not self.room.shared:
+        elif not self.group.shared:
             out = loss.mean() if self.reduction == "mean" else loss.sum()
         else:
-            out = total(loss.sum(), self.room.ranks)
+            out = total(loss.sum(), self.group.ranks)
             if self.reduction == "mean":
-                out = out / (math.prod(loss.shape[:-1]) * self.room.anchors)
+                out = out / (math.prod(loss.shape[:-1]) * self.group.anchors)
         out = out.to(kind)
 
         def check() -> None:
@@ -99,7 +100,7 @@ class Reduce:
             )
 
         # What is reduced is the same on every rank, and all of them refuse it or none.
-        self.room.checked(check) if self.reduction == "none" else check()
+        self.group.checked(check) if self.reduction == "none" else check()
         return out
 
 

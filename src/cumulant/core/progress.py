@@ -1,0 +1,59 @@
+"""`Progress` and `ProgressCallback`: how every long function reports how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+__all__ = ["Progress", "ProgressCallback", "counted"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a piece of work is.
+
+    Attributes:
+        done: steps, texts or units of time that are finished.
+        total: of how many; None if that is not known.
+        what: is being done.
+        value: of the objective so far, where the work has one.
+    """
+
+    done: float
+    total: float | None = None
+    what: str = ""
+    value: float | None = None
+
+
+class ProgressCallback(Protocol):
+    """What ``progress=`` takes: any function of one `Progress`.
+
+    >>> import torch, cumulant as cm
+    >>> seen = []
+    >>> run = cm.dynamics.simulate(torch.eye(3), 2, progress=seen.append)
+    >>> [(x.done, x.total) for x in seen]
+    [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0)]
+    """
+
+    def __call__(self, progress: Progress, /) -> object: ...
+
+
+def counted(progress: ProgressCallback | None, total: int | None = None) -> Callable[[str], None]:
+    """A function to call with the name of each step before it begins; it counts them.
+
+    >>> seen = []
+    >>> step = counted(seen.append, 2)
+    >>> step("first"), step("second")
+    (None, None)
+    >>> [(x.done, x.total, x.what) for x in seen]
+    [(0, 2, 'first'), (1, 2, 'second')]
+    """
+    done = count()
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(Progress(next(done), total, what))
+
+    return step

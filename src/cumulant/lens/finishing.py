@@ -1,0 +1,107 @@
+"""The last step of an examination: its tables, its facts, and its files in their place."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import Any
+
+from torch import nn
+
+from cumulant.lens.examination import Examination
+from cumulant.lens.keeping import InFolder, Store
+from cumulant.lens.partial import FINISHED, finish_move, mark_complete
+from cumulant.lens.reading import SHOWN, Reading
+from cumulant.lens.recorder import Layer, Recorder
+from cumulant.lens.summary import (
+    HeadSums,
+    link_columns,
+    model_facts,
+    nullable,
+    partition_rows,
+    peak_memory,
+    sensitivities,
+    top_pairs,
+    versions,
+    weight_columns,
+)
+
+__all__ = ["finish"]
+
+
+def finish(
+    reading: Reading,
+    recorder: Recorder,
+    store: Store,
+    *,
+    name: str,
+    notes: list[str],
+    memory: list[float],
+) -> Examination:
+    """All tables of what was read, written where the store is a folder.
+
+    Args:
+        reading, recorder, store: the work, that of all ranks merged.
+        name: of the model.
+        notes: what a reader must know.
+        memory: the most that each rank has held, in MB.
+    """
+    state, model = reading.state, reading.model
+    layers = reading.layers(recorder)
+    probe = recorder.probe
+    rows = [] if probe is None else probe.layers()
+    sensitive = sensitivities(model, layers, reading.placed(state.first))
+    for row in rows:
+        row.update(sensitive.get(row["layer"], {}))
+    tables = {
+        "heads": nullable(_heads(model, reading.sums, recorder, layers)),
+        "layers": nullable(rows),
+        "expansions": nullable([] if probe is None else probe.expansions()),
+        "partition": nullable(partition_rows(model)),
+        **store.tables(state.parts),
+    }
+    texts = ", ".join(dict.fromkeys(x[0] for x in state.shown))
+    texts += ", ..." if state.inputs > SHOWN else ""
+    folder = store.folder if isinstance(store, InFolder) else None
+    found = Examination(
+        facts=model_facts(model, name, layers, texts),
+        run={
+            "texts": state.texts,
+            "inputs": state.inputs,
+            "tokens": state.tokens,
+            "seconds": round(reading.seconds, 3),
+            "peak_memory_mb": max([*memory, peak_memory() or 0.0]) or None,
+            "processes": reading.shards.size,
+            "finished": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "versions": versions(),
+        },
+        notes=notes,
+        tables=tables,
+        shown=state.shown,
+        top=top_pairs(recorder, len(state.shown), len(layers)),
+        folder=folder,
+        parts=None if folder is None else state.parts,
+    )
+    if isinstance(store, InFolder):
+        _put_in_place(found, store, state.parts)
+    return found
+
+
+def _heads(
+    model: nn.Module, sums: HeadSums, recorder: Recorder, layers: list[Layer]
+) -> list[dict[str, Any]]:
+    """One row per head: sums over tokens, what its weights say, the link."""
+    rows: list[dict[str, Any]] = []
+    for layer in layers:
+        parts = (sums.rows(layer), weight_columns(model, layer), link_columns(recorder, layer))
+        rows += [{**a, **b, **c} for a, b, c in zip(*parts, strict=True)]
+    return rows
+
+
+def _put_in_place(found: Examination, store: InFolder, parts: int) -> None:
+    finished = store.partial / FINISHED
+    shutil.rmtree(finished, ignore_errors=True)
+    finished.mkdir()
+    found.write_rest(finished, parts)
+    mark_complete(store.partial, store.folder)
+    finish_move(store.partial, store.folder)
