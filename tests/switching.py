@@ -14,6 +14,10 @@ from scipy.stats import multivariate_normal
 import cumulant as cm
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 def covariance(*shape, generator=None, scale=0.7):
     x = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64) * scale
     return x @ x.mT + 0.3 * torch.eye(shape[-1], dtype=torch.float64)

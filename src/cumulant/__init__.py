@@ -15,7 +15,8 @@ from cumulant.attention import (
     scaled_dot_product_attention,
     sdpa_replaced,
 )
-from cumulant.core.errors import ConvergenceError, GroupError, InputError
+from cumulant.core.errors import ConvergenceError, GroupError, InputError, NoSolutionError
+from cumulant.core.outcome import Outcome
 from cumulant.core.renamed import moved
 from cumulant.measures import (
     Bernoulli,
@@ -78,7 +79,9 @@ __all__ = [
     "Measure",
     "Memory",
     "Mixture",
+    "NoSolutionError",
     "Normal",
+    "Outcome",
     "Poisson",
     "VonMisesFisher",
     "attend",

@@ -17,7 +17,7 @@ from cumulant.filtering import (
     sinkhorn_attention,
     transition_from_mixing,
 )
-from cumulant.filtering.attention import _imm
+from cumulant.filtering.attention_imm import _imm
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import advance, scheme_of
 
@@ -406,9 +406,17 @@ class TestSinkhorn:
             scores = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
         else:
             scores = 200 * torch.randn(4, 4, dtype=DOUBLE)
-        with pytest.raises(cm.ConvergenceError, match="after 50 steps") as caught:
+        told = "sinkhorn: unfinished: .*the sum of a row or column is off by"
+        with pytest.raises(cm.ConvergenceError, match=told) as caught:
             sinkhorn(scores, max_steps=50)
-        assert caught.value.result.shape == (4, 4)
+        assert caught.value.result.value.shape == (4, 4)
+        easy = torch.randn(4, 4, dtype=DOUBLE)
+        found = sinkhorn(torch.stack([easy, scores]), max_steps=50, throw=False)
+        assert found.status.converged.tolist() == [True, False]
+        torch.testing.assert_close(found.value[0], sinkhorn(easy))
+        assert bool(found.value.isfinite().all())
+        with pytest.raises(cm.ConvergenceError, match="1 of 2 unfinished"):
+            torch.func.vmap(lambda x: sinkhorn(x, max_steps=50))(torch.stack([easy, scores]))
 
 
 class TestSinkhornAttention:

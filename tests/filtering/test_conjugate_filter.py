@@ -636,7 +636,7 @@ def test_shapes_progress_and_repr():
     assert post.mean.shape == (1, 5, 3)
     assert post.mode_covariances.shape == (1, 5, 2, 3, 3)
     assert post.predicted_mode_probabilities.shape == (1, 5, 2)
-    assert "Dirichlet, modes=2, state_dimension=3" in repr(post)
+    assert "Dirichlet, modes=2, state_size=3" in repr(post)
     assert filter_conjugate(model, torch.zeros(0, 4, 3)).mean.shape == (0, 4, 3)
     with pytest.raises(cm.InputError, match="one of the 5 steps"):
         post.measure(5)
@@ -653,7 +653,11 @@ def test_shapes_progress_and_repr():
         (GammaExponential(), f64(1, -0.5), ">= 0"),
         (BetaBernoulli(), f64(1, 2), "0 or 1"),
         (DirichletCategorical(), torch.full((2, 3), 0.5), "one-hot"),
-        (DirichletCategorical(), torch.tensor([[1, 0, torch.nan]]), "as a whole"),
+        (
+            DirichletCategorical(),
+            torch.tensor([[1, 0, torch.nan]]),
+            "missing completely or not at all",
+        ),
         (DirichletCategorical(), torch.eye(2), r"\(\*batch, T, 3\)"),
         (NormalGaussian(), f64(1, 2), r"\(\*batch, T, 2\)"),
         (GammaPoisson(), f64(torch.nan, torch.nan), "no observation at all"),

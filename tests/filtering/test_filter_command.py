@@ -16,7 +16,7 @@ import torch
 import cumulant as cm
 from cumulant.cli import filter as command
 from cumulant.cli import main
-from cumulant.filtering.files import read_model
+from cumulant.filtering.model_files import read_model
 from cumulant.filtering.series import read_series
 
 MODEL = """

@@ -7,7 +7,7 @@ import torch
 
 import cumulant as cm
 from cumulant.filtering.filters import run
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.recursion import scheme_of
 from switching import model, parameters
 

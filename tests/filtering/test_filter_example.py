@@ -11,7 +11,7 @@ import sys
 import torch
 
 import cumulant as cm
-from cumulant.filtering.files import example_files, read_model
+from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
 
 

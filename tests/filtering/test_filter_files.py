@@ -10,7 +10,7 @@ import torch
 
 import cumulant as cm
 from cumulant.core.files import whole_file
-from cumulant.filtering.files import read_model
+from cumulant.filtering.model_files import read_model
 from cumulant.filtering.picture import picture
 from cumulant.filtering.series import read_series
 from cumulant.filtering.tables import episodes, summarize
@@ -148,7 +148,7 @@ def test_biases_for_each_mode_and_matrices(tmp_path):
             initial_covariance="[[1, 0], [0, 1]]",
         )
     )
-    assert (model.modes, model.state_dimension, model.observation_dimension) == (2, 2, 1)
+    assert (model.modes, model.state_size, model.observation_size) == (2, 2, 1)
     assert model.emission_noise.shape == (2, 1, 1)
 
 
@@ -166,7 +166,7 @@ def test_a_model_without_a_state(tmp_path):
     state = ("dynamics", "dynamics_noise", "emission", "initial_mean", "initial_covariance")
     gone = dict.fromkeys(state)
     model, names = read_model(toml(tmp_path / "a.toml", emission_bias="[-1, 1]", **gone))
-    assert (model.state_dimension, names.states) == (0, [])
+    assert (model.state_size, names.states) == (0, [])
     y = torch.tensor([[-0.5]], dtype=torch.float64)
     # at the first step the modes are (0.5, 0.5) moved once: 0.55 and 0.45
     normal = torch.distributions.Normal(torch.tensor([-1.0, 1.0]), torch.tensor([1.0, 3.0]))
@@ -285,12 +285,12 @@ def test_labels_that_are_numbers_are_the_axis(tmp_path):
 def test_pictures_that_cannot_be(tmp_path):
     model, _ = read_model(toml(tmp_path / "a.toml"))
     post = cm.filtering.filter(model, torch.randn(2, 3, 1, dtype=torch.float64))
-    with pytest.raises(cm.InputError, match="one series is drawn"):
+    with pytest.raises(cm.InputError, match="draws one series"):
         picture(post)
     post = cm.filtering.filter(model, torch.randn(3, 1, dtype=torch.float64))
     with pytest.raises(cm.InputError, match="3 labels and 1 columns"):
         picture(post, labels=["a"])
-    with pytest.raises(cm.InputError, match="names are needed for 2 modes"):
+    with pytest.raises(cm.InputError, match="needs names of 2 modes"):
         picture(post, names=["a"])
     with pytest.raises(cm.InputError, match="suffixes"):
         picture(post, path=tmp_path / "a.xyz")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cumulant as cm
-from switching import exact, means, model, parameters
+from switching import exact, means, model, parameters, seeded
 
 F = cm.filtering
 D = torch.float64
@@ -30,7 +30,7 @@ def level(**change):
 
 def test_standard_errors_do_not_depend_on_the_start():
     truth = means([[0.95, 0.05], [0.1, 0.9]], [0.0, 3.0], [1.0, 1.0])
-    y = F.sample(truth, 300, seed=1).observations
+    y = F.sample(truth, 300, generator=seeded(1)).observations
     starts = ([[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.1, 0.9]], [[0.4, 0.6], [0.6, 0.4]])
     found = [F.fit(means(t, [0.5, 2.5], [1.0, 1.0]), y, tol=1e-9) for t in starts]
     for other in found[1:]:
@@ -41,7 +41,7 @@ def test_standard_errors_do_not_depend_on_the_start():
 
 def test_masks_follow_the_modes_into_their_order():
     truth = means([[0.9, 0.1], [0.1, 0.9]], [0.0, 3.0], [1.0, 1.0])
-    y = F.sample(truth, 200, seed=1).observations
+    y = F.sample(truth, 200, generator=seeded(1)).observations
     mask = torch.tensor([[False], [True]])
     free = {"emission_bias": mask, "transition": True}
     found = F.fit(means([[0.9, 0.1], [0.1, 0.9]], [3.0, 0.5], [1.0, 1.0]), y, free=free)
@@ -98,7 +98,7 @@ def test_the_global_generator_decides_without_a_seed():
     torch.manual_seed(0)
     assert torch.equal(F.sample(m, 5).observations, first)
     assert torch.equal(torch.rand(3), after)
-    assert F.sample(m, 5, 3, seed=np.int64(1)).observations.shape == (3, 5, 1)
+    assert F.sample(m, 5, 3, generator=seeded(1)).observations.shape == (3, 5, 1)
     batch = parameters(2, 1, 1)
     batch["dynamics"] = batch["dynamics"].expand(4, 1, 2, 1, 1)
     many = F.SwitchingLinearGaussian(**batch)
@@ -114,7 +114,8 @@ def test_em_returns_the_likelihood_of_its_model():
     y = torch.randn(4, 20, 1, dtype=D, generator=torch.Generator().manual_seed(0))
     free = ["initial_covariance", "initial_mean"]
     start = F.SwitchingLinearGaussian(**given)
-    found = F.fit(start, y, method="em", free=free, max_steps=20, standard_errors=False)
+    how = {"max_steps": 20, "standard_errors": False, "throw": False}
+    found = F.fit(start, y, method="em", free=free, **how)
     again = float(F.filter(found.model, y).log_likelihood.sum())
     assert abs(again - found.log_likelihood) < 1e-8
     assert found.model.initial_covariance[0, 1] == 0
@@ -171,13 +172,14 @@ def test_what_is_required(name):
 
 
 def test_fitting_inside_other_modes():
-    y = F.sample(level(), 20, seed=0).observations
-    plain = F.fit(level(), y, max_steps=3, standard_errors=False).log_likelihood
+    y = F.sample(level(), 20, generator=seeded(0)).observations
+    how = {"max_steps": 3, "standard_errors": False, "throw": False}
+    plain = F.fit(level(), y, **how).log_likelihood
     with torch.no_grad():
-        assert F.fit(level(), y, max_steps=3, standard_errors=False).log_likelihood == plain
+        assert F.fit(level(), y, **how).log_likelihood == plain
     with torch.inference_mode():
         z = y * 1.0
-        found = F.fit(level(), z, max_steps=3, standard_errors=False)
+        found = F.fit(level(), z, **how)
     assert abs(found.log_likelihood - plain) < 1e-9
 
 
@@ -185,12 +187,12 @@ def test_degenerate_data_end_with_a_reason():
     flat = torch.ones(20, 1, dtype=D)
     for method in ("lbfgs", "em"):
         for m in (level(), means([[0.9, 0.1], [0.1, 0.9]], [0.0, 2.0], [1.0, 1.0])):
-            found = F.fit(m, flat, method=method, max_steps=40)
+            found = F.fit(m, flat, method=method, max_steps=40, throw=False)
             assert np.isfinite(found.log_likelihood)
             assert found.message
     with pytest.raises(cm.InputError, match="no series to fit"):
         F.fit(level(), torch.zeros(0, 5, 1, dtype=D))
-    lone = F.fit(level(), torch.ones(1, 1, dtype=D), max_steps=5)
+    lone = F.fit(level(), torch.ones(1, 1, dtype=D), max_steps=5, throw=False)
     assert np.isfinite(lone.log_likelihood)
 
 
@@ -202,12 +204,14 @@ def test_em_says_what_it_does_not_take():
     with pytest.raises(cm.InputError, match="emission changes with time"):
         F.fit(moving, y, method="em", free=["emission_noise"])
     own = F.SwitchingLinearGaussian(**parameters(2, 1, 1, own_start=True))
-    with pytest.raises(cm.InputError, match="as shared ones"):
+    with pytest.raises(
+        cm.InputError, match="EM learns one initial_mean and one initial_covariance"
+    ):
         F.fit(own, y, method="em", free=["initial_covariance"])
 
 
 def test_interrupted_in_a_later_start():
-    y = F.sample(level(), 20, seed=0).observations
+    y = F.sample(level(), 20, generator=seeded(0)).observations
     calls = []
 
     def stop(progress):
@@ -215,9 +219,10 @@ def test_interrupted_in_a_later_start():
         if progress.done == 1 and calls.count(1) == 2:
             raise KeyboardInterrupt
 
-    found = F.fit(level(), y, starts=3, progress=stop, standard_errors=False)
-    assert "interrupted" in found.message
-    assert not found.converged
+    with pytest.raises(cm.ConvergenceError, match="fit: interrupted") as caught:
+        F.fit(level(), y, starts=3, progress=stop, standard_errors=False)
+    found = caught.value.result
+    assert found.status == "interrupted"
     assert len(found.starts) == 2
 
 
@@ -333,8 +338,8 @@ def test_nonlinear_edges():
         with pytest.raises(cm.InputError, match=r"torch\.where instead of if"):
             F.filter(built(method=method, dynamics=lambda x: x if x[0] > 0 else -x), y)
     for bad in (-1, 1.5, "a"):
-        with pytest.raises(cm.InputError, match="input_dimension"):
-            built(input_dimension=bad)
+        with pytest.raises(cm.InputError, match="input_size"):
+            built(input_size=bad)
     start = torch.ones(1)
     built(dynamics=lambda x: x.mul_(0.9), initial_mean=start)
     assert start == 1
@@ -382,10 +387,14 @@ def test_one_mode_without_observation_noise():
 
 def test_a_likelihood_without_a_maximum_has_not_converged():
     m = means([[0.9, 0.1], [0.1, 0.9]], [0.0, 2.0], [1.0, 1.0])
-    found = F.fit(m, torch.zeros(30, 1, dtype=D), max_steps=100)
+    found = F.fit(m, torch.zeros(30, 1, dtype=D), max_steps=100, throw=False)
     assert not found.converged
-    short = F.fit(level(), F.sample(level(), 30, seed=0).observations, max_steps=1)
-    assert not short.converged
+    assert found.status != "unfinished"
+    y = F.sample(level(), 30, generator=seeded(0)).observations
+    with pytest.raises(cm.ConvergenceError, match=r"fit: unfinished: .* Try: a larger max_steps"):
+        F.fit(level(), y, max_steps=1)
+    short = F.fit(level(), y, max_steps=1, throw=False)
+    assert short.status == "unfinished"
     assert "max_steps reached" in short.message
 
 

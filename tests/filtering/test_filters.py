@@ -344,7 +344,7 @@ def test_interface_of_what_was_asked_for():
     post = F.filter(m, y, progress=lambda x: calls.append((x.done, x.total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
     assert repr(post) == (
-        "Posterior(SwitchingLinearGaussian(modes=2, state_dimension=2, observation_dimension=1), "
+        "Posterior(SwitchingLinearGaussian(modes=2, state_size=2, observation_size=1), "
         "collapse='gpb2', batch=(), steps=3)"
     )
     assert torch.equal(post.covariance, post.covariance.mT)

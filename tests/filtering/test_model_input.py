@@ -70,7 +70,7 @@ def test_bad_models(change, match):
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 5])}, "from 1 to T = 4"),
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 0])}, "from 1 to T = 4"),
         (torch.zeros(2, 4, 1), {"lengths": torch.tensor([1, 2, 3])}, "one entry for each series"),
-        (torch.zeros(4, 1), {"collapse": "gpb"}, "'gpb1', 'gpb2', 'imm', 'exact' or a whole"),
+        (torch.zeros(4, 1), {"collapse": "gpb"}, "'gpb1', 'gpb2', 'imm', 'exact' or an integer"),
         (torch.zeros(4, 1), {"collapse": 0}, "k >= 1"),
         (torch.zeros(4, 1), {"collapse": True}, "k >= 1"),
         (torch.zeros(4, 1), {"inputs": torch.zeros(3, 1)}, r"inputs must have shape \(\*batch, 4"),
@@ -114,8 +114,12 @@ def test_other_mistakes():
         F.forecast(post, 0)
     with pytest.raises(cm.InputError, match="steps must be an integer"):
         F.sample(m, 2.5)
-    with pytest.raises(cm.InputError, match="seed must be an integer"):
-        F.sample(m, 2, seed="x")
+    with pytest.raises(cm.InputError, match=r"generator must be a torch\.Generator, such as"):
+        F.sample(m, 2, generator=0)
+    with pytest.raises(cm.InputError, match="sample: 'seed' is now 'generator'"):
+        F.sample(m, 2, seed=0)
+    with pytest.raises(AttributeError, match="state_dimension is now state_size"):
+        _ = m.state_dimension
     with pytest.raises(cm.InputError, match="no parameter is called speed"):
         m.replace(speed=torch.ones(1))
     with pytest.raises(cm.InputError, match="each mode 0 to 1 once"):

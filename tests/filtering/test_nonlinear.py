@@ -6,7 +6,7 @@ import torch
 from scipy import integrate, stats
 
 import cumulant as cm
-from switching import parameters
+from switching import parameters, seeded
 
 F = cm.filtering
 D = torch.float64
@@ -47,7 +47,7 @@ def test_linear_functions_give_the_linear_filter(method, collapse):
         dynamics=[f(0, "dynamics"), f(1, "dynamics")],
         emission=[f(0, "emission"), f(1, "emission")],
         method=method,
-        input_dimension=1,
+        input_size=1,
     )
     y, u = series(4, 2).expand(3, 4, 2).clone(), series(4, 1, 5)
     y[1, 2, 0] = torch.nan
@@ -57,8 +57,8 @@ def test_linear_functions_give_the_linear_filter(method, collapse):
         close(getattr(a, name), getattr(b, name))
     close(F.smooth(linear, a).mean, F.smooth(curved, b).mean)
     close(F.forecast(a, 2, inputs=u[:2]).covariance, F.forecast(b, 2, inputs=u[:2]).covariance)
-    drawn = F.sample(curved, 4, (3,), inputs=u, seed=0)
-    close(drawn.observations, F.sample(linear, 4, (3,), inputs=u, seed=0).observations)
+    drawn = F.sample(curved, 4, (3,), inputs=u, generator=seeded(0))
+    close(drawn.observations, F.sample(linear, 4, (3,), inputs=u, generator=seeded(0)).observations)
 
 
 def scalar(f, h, method, q=0.1, r=0.2):
@@ -135,7 +135,7 @@ def test_a_switching_pendulum(method):
         initial_covariance=0.1 * eye,
         method=method,
     )
-    drawn = F.sample(m, 150, (6,), seed=1)
+    drawn = F.sample(m, 150, (6,), generator=seeded(1))
     post = F.filter(m, drawn.observations)
     smoothed = F.smooth(m, post)
     right = (smoothed.mode_probabilities.argmax(-1) == drawn.modes).double().mean()
@@ -190,7 +190,7 @@ def test_single_precision(method):
         initial_covariance=torch.eye(2),
         method=method,
     )
-    drawn = F.sample(m, 5, seed=0)
+    drawn = F.sample(m, 5, generator=seeded(0))
     assert drawn.observations.dtype == torch.float32
     single, double = F.filter(m, drawn.observations), F.filter(m.to(D), drawn.observations)
     assert single.mean.dtype == torch.float32

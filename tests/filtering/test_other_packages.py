@@ -12,7 +12,7 @@ from filterpy.kalman import IMMEstimator, KalmanFilter
 from statsmodels.tsa.api import MarkovAutoregression, MarkovRegression, UnobservedComponents
 
 import cumulant as cm
-from switching import exact, parameters
+from switching import exact, parameters, seeded
 
 F = cm.filtering
 TESTS = Path(statsmodels.__file__).parent / "tsa" / "regime_switching" / "tests"
@@ -190,7 +190,7 @@ def plain(seed, modes=3, n=2, p=2):
 def test_filterpy_on_well_behaved_data(seed):
     given = plain(seed)
     m = F.SwitchingLinearGaussian(**given)
-    y = F.sample(m, 40, seed=seed).observations
+    y = F.sample(m, 40, generator=seeded(seed)).observations
     post = F.filter(m, y, collapse="imm")
     imm = imm_of(given)
     for t, z in enumerate(y.numpy()):
@@ -220,7 +220,7 @@ def test_where_filterpy_is_wrong_likelihoods_that_underflow():
 
 def test_where_filterpy_is_wrong_missing_observations():
     given = plain(6)
-    y = F.sample(F.SwitchingLinearGaussian(**given), 2, seed=6).observations
+    y = F.sample(F.SwitchingLinearGaussian(**given), 2, generator=seeded(6)).observations
     y[1] = torch.nan
     truth = exact(given, y)["modes"][-1]
     post = F.filter(F.SwitchingLinearGaussian(**given), y, collapse="imm")
@@ -235,7 +235,7 @@ def test_where_filterpy_is_wrong_missing_observations():
 
 def test_where_filterpy_is_wrong_predicted_mean():
     given = plain(7)
-    y = F.sample(F.SwitchingLinearGaussian(**given), 2, seed=7).observations
+    y = F.sample(F.SwitchingLinearGaussian(**given), 2, generator=seeded(7)).observations
     blind = torch.stack([y[0], torch.full_like(y[0], torch.nan)])
     truth = exact(given, blind)["mean"][-1]
     post = F.filter(F.SwitchingLinearGaussian(**given), y, collapse="imm")

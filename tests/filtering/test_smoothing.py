@@ -8,7 +8,7 @@ from scipy import stats
 import cumulant as cm
 from cumulant.filtering import backward as passes
 from cumulant.filtering.roots import frame_of
-from switching import exact, model, parameters
+from switching import exact, model, parameters, seeded
 
 F = cm.filtering
 
@@ -290,14 +290,14 @@ def test_forecasts_of_models_that_change_with_time():
     ahead = F.forecast(post, 3, inputs=u[2:])
     blind = np.concatenate([y.numpy(), np.full((3, 1), np.nan)])
     close(ahead.mean, exact(given, blind, u.numpy())["mean"][3:])
-    with pytest.raises(cm.InputError, match=r"change over 5 steps.*step 6"):
+    with pytest.raises(cm.InputError, match=r"cover 5 steps.*step 6"):
         F.forecast(post, 4, inputs=torch.zeros(4, 1))
 
 
 def test_samples_follow_the_model():
     given = parameters(2, 2, 1, 9)
     m = F.SwitchingLinearGaussian(**given)
-    drawn = F.sample(m, 3, (20000,), seed=0)
+    drawn = F.sample(m, 3, (20000,), generator=seeded(0))
     # What enumeration expects without data: all but a useless element missing.
     truth = exact(given, np.full((3, 1), np.nan))
     count = 20000
@@ -310,7 +310,10 @@ def test_samples_follow_the_model():
     assert (np.abs(drawn.states.mean(0).numpy() - truth["mean"][1:]) < 4.5 * error).all()
     spread = np.stack([np.cov(drawn.states[:, t].T.numpy()) for t in range(3)])
     assert np.allclose(spread, truth["covariance"][1:], rtol=0.15, atol=0.15)
-    assert torch.equal(F.sample(m, 3, (4,), seed=1).states, F.sample(m, 3, (4,), seed=1).states)
+    assert torch.equal(
+        F.sample(m, 3, (4,), generator=seeded(1)).states,
+        F.sample(m, 3, (4,), generator=seeded(1)).states,
+    )
     assert F.sample(m, 3).observations.shape == (3, 1)
 
 
@@ -318,7 +321,7 @@ def test_simulation_based_calibration():
     """Where states and modes are drawn from the model, their posterior quantiles are uniform."""
     m = model(2, 1, 1, 10)
     count = 3000
-    drawn = F.sample(m, 4, (count,), seed=3)
+    drawn = F.sample(m, 4, (count,), generator=seeded(3))
     post = F.filter(m, drawn.observations, collapse="exact")
     weights, (means, covariances) = post.beliefs[-1]
     away = (drawn.states[:, -1, None, None, :] - means) / covariances[..., 0].sqrt()
@@ -332,7 +335,7 @@ def test_simulation_based_calibration():
             score = (surprise * weight).sum() / weight.square().sum().sqrt()
             assert abs(float(score)) < 4
     # GPB2 is an approximation that keeps its promises nearly as well.
-    long = F.sample(m, 30, (400,), seed=4)
+    long = F.sample(m, 30, (400,), generator=seeded(4))
     post = F.filter(m, long.observations)
     for x, truth in ((post, long.states), (F.smooth(m, post), long.states)):
         inside = ((x.mean - truth).abs() <= 1.645 * x.covariance[..., 0].sqrt()).double().mean()

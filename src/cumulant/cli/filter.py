@@ -10,39 +10,43 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from cumulant.cli.filter_report import copy_example, run_again, tell, tell_json
+from cumulant.cli.filter_report import Learned, copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.figures import need_matplotlib
-from cumulant.filtering.files import Names, example_files, read_model, write_model
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast
+from cumulant.filtering.model import SwitchingLinearGaussian
+from cumulant.filtering.model_files import Names, example_files, read_model, write_model
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.filtering.series import Series, counted, listed, read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
-from cumulant.filtering.tables import summarize, table
+from cumulant.filtering.tables import compared, summarize, table
 
 MOST_AHEAD = 100_000
 
 
 class _Run(NamedTuple):
-    """What to filter, and where to put what comes of it."""
+    """What to filter, where the results go, and the fit that came before."""
 
     series: Series
-    model: Any
+    model: SwitchingLinearGaussian
     names: Names
     folder: Path
+    learned: Learned | None = None
 
 
 def filter_series(
     series: Annotated[
         Path | None,
-        typer.Argument(help="A CSV file with a header; a first column of dates is a label."),
+        typer.Argument(
+            help="A CSV file with a header. A first column of dates becomes the labels."
+        ),
     ] = None,
     model: Annotated[
         Path | None,
@@ -51,46 +55,52 @@ def filter_series(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder for table and picture.")
+        Path, typer.Option("--output", "-o", help="Folder for the table and the picture.")
     ] = Path("cumulant-filter"),
     collapse: Annotated[
-        str, typer.Option(help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1).")
+        str,
+        typer.Option(
+            help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1) Gaussians."
+        ),
     ] = "gpb2",
     columns: Annotated[
         str | None,
-        typer.Option(help="The columns to filter, with commas; all with numbers if left out."),
+        typer.Option(help="Columns to filter, separated by commas. Default: all numeric columns."),
     ] = None,
     ahead: Annotated[
-        int, typer.Option("--forecast", help="How many steps to go on after the last row.")
+        int, typer.Option("--forecast", help="Number of steps to forecast after the last row.")
     ] = 0,
     learn: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Learn transition, biases and noises first, from the model's; written to "
-            "fitted.toml.",
+            help="First fit transition, biases and noises by maximum likelihood, starting from "
+            "the model's; written to fitted.toml. Modes keep their names.",
         ),
     ] = False,
     draw: Annotated[
-        bool, typer.Option("--picture/--no-picture", help="Draw filter.png too.")
+        bool, typer.Option("--picture/--no-picture", help="Also draw filter.png.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     example: Annotated[
         bool,
-        typer.Option("--example", help="US inflation 1959 to 2009, calm and turbulent; copied."),
+        typer.Option(
+            "--example", help="Run on US inflation, 1959 to 2009, and copy its files to start from."
+        ),
     ] = False,
 ) -> None:
     """Find the regimes and the hidden states of a series.
 
-    The model, in TOML, is linear and Gaussian in each of its modes.
-    Table (filtered.csv) and picture (filter.png) go into the output folder.
-    Empty cells, NA and nan are missing. One row is one step, whatever its date.
+    The model, a TOML file, is linear and Gaussian in each of its modes. The
+    command writes a table (filtered.csv) and a picture (filter.png) to the
+    output folder. Empty cells, NA and nan count as missing. Each row is one
+    step, whatever its date.
 
     \b
-    cumulant filter --example              see it work; files to start from
+    cumulant filter --example              see it work; get files to start from
     cumulant filter series.csv --model model.toml
     cumulant filter series.csv -m model.toml --columns rate --forecast 8
-    cumulant filter series.csv -m start.toml --fit     learn the numbers first
+    cumulant filter series.csv -m start.toml --fit     fit the numbers first
 
     \b
     A model.toml with two modes, one state and one observation:
@@ -139,18 +149,18 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
         try:
             chosen = [x.strip() for x in next(csv.reader([columns]), [])]
         except csv.Error as error:
-            raise InputError(f"--columns must be names with commas between: {error}.") from None
+            raise InputError(f"--columns must be names separated by commas: {error}.") from None
     found = read_series(series, chosen)
-    p = parameters.observation_dimension
+    p = parameters.observation_size
     if found.values.shape[-1] != p:
         raise InputError(
             f"the model observes {p} number{'s' * (p != 1)} at each step, but {series} has "
             f"{counted(len(found.names), 'column')} of them: {listed(found.names)}. Choose with "
             "--columns."
         )
-    if parameters.input_dimension:
+    if parameters.input_size:
         raise InputError(
-            f"{model} takes inputs, which the command does not read; filter in Python: "
+            f"{model} takes inputs, which the command cannot read; filter in Python: "
             "cumulant.filtering.filter(model, observations, inputs=...)."
         )
     if bool(found.values.isnan().all()):
@@ -159,13 +169,13 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
 
 
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
-    """Refuse before the work begins what could not end."""
+    """Refuse what would not fit in memory, before the work begins."""
     T = len(run.series.values) + ahead
-    n, modes = run.model.state_dimension, run.model.modes
+    n, modes = run.model.state_size, run.model.modes
     bounded(scheme, modes, modes * (n + n * n + 1), T)
     if run.model.steps is not None and run.model.steps < T:
         raise InputError(
-            f"the model's parameters change over {run.model.steps} steps, but {T} are asked for."
+            f"the model's parameters change over {run.model.steps} steps, but {T} are needed."
         )
 
 
@@ -188,25 +198,31 @@ def _work(
     written += copy_example(run.folder) if example else []
     written += _drawn(run, post, later, future) if draw else []
     modes = summarize(run.model, run.names.modes, later)
+    written += [run.learned.path] if run.learned else []
     again = run_again(run.folder) if example else None
-    (tell_json if as_json else tell)(run.series, post, modes, written, again)
+    (tell_json if as_json else tell)(run.series, post, modes, written, again, run.learned)
 
 
 def _fitted(run: _Run, collapse: str | int) -> _Run:
-    """The run with the most likely parameters, which are kept in a file."""
+    """The run with the most likely parameters, in the order and by the names of the file."""
     with Shown("fitting") as progress:
 
-        def tell(now: Progress) -> None:
+        def show(now: Progress) -> None:
             progress(replace(now, what=f"fitting: log-likelihood {now.value:.6g}"))
 
-        found = fit(run.model, run.series.values, collapse=collapse, progress=tell)
+        y = run.series.values
+        # order_by=False: the names of the file belong to its order.
+        found = fit(run.model, y, collapse=collapse, progress=show, order_by=False, throw=False)
     path = write_model(run.folder / "fitted.toml", found.model, run.names)
     typer.echo(
         f"cumulant: fitted, log-likelihood {found.log_likelihood:.6g} after {found.steps} steps "
         f"({found.message}); the model is in {path}",
         err=True,
     )
-    return run._replace(model=found.model)
+    if not found.converged:
+        typer.echo(f"cumulant: the fit has not converged: {found.status}", err=True)
+    learned = Learned(compared(run.model, found.model, run.names.modes), found, path)
+    return run._replace(model=found.model, learned=learned)
 
 
 def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None) -> list[Path]:
@@ -214,7 +230,7 @@ def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None
     try:
         need_matplotlib()
     except InputError as error:
-        typer.echo(f"cumulant: there is no picture: {error}", err=True)
+        typer.echo(f"cumulant: no picture: {error}", err=True)
         return []
     target = run.folder / "filter.png"
     about: dict[str, Any] = {"labels": run.series.labels, "names": run.names, "forecast": future}
@@ -227,7 +243,7 @@ def _drawn(run: _Run, post: Posterior, later: Smoothed, future: Posterior | None
 
 
 def filtered(
-    model: Any,
+    model: SwitchingLinearGaussian,
     y: Tensor,
     collapse: str | int,
     progress: ProgressCallback,
@@ -236,7 +252,7 @@ def filtered(
     """The posterior over all steps, as `filter` gives it; `steps` holds what is done so far."""
     # Nothing is known before the first observation, so that one is where `filter` may begin.
     first = int((~y.isnan()).any(-1).nonzero()[0]) + 1
-    if not model.state_dimension:
+    if not model.state_size:
         first = len(y)  # modes alone: all steps at once take no time
     steps.append(filter(model, y[:first], collapse=collapse))
     progress(Progress(first, len(y)))

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -14,12 +14,37 @@ from rich.table import Table as RichTable
 
 from cumulant.cli.text import as_text
 from cumulant.core.files import write_file
-from cumulant.filtering.files import EXAMPLE, example_files
+from cumulant.filtering.fitting import Fit
+from cumulant.filtering.model_files import EXAMPLE, example_files
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.series import Series
-from cumulant.filtering.tables import ModeSummary, labels_of
+from cumulant.filtering.tables import ModeSummary, RegimeChange, labels_of
 
-__all__ = ["copy_example", "run_again", "tell", "tell_json"]
+__all__ = ["Learned", "copy_example", "run_again", "tell", "tell_json"]
+
+
+class Learned(NamedTuple):
+    """What ``--fit`` made of each regime of the file, the fit, and where its model is."""
+
+    regimes: list[RegimeChange]
+    found: Fit
+    path: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = self.found
+        return {
+            "log_likelihood": found.log_likelihood,
+            "aic": found.aic,
+            "bic": found.bic,
+            "steps": found.steps,
+            "converged": found.converged,
+            "status": str(found.status),
+            "message": found.message,
+            "model": str(self.path),
+            "regimes": [change._asdict() for change in self.regimes],
+        }
+
 
 SHOWN = 3  # episodes of each mode in the printed table
 
@@ -50,6 +75,7 @@ def tell_json(
     modes: list[ModeSummary],
     written: list[Path],
     again: str | None,
+    learned: Learned | None,
 ) -> None:
     """The summary for machines, alone on standard output."""
     report: dict[str, Any] = {
@@ -61,7 +87,11 @@ def tell_json(
         "modes": [mode.as_dict(labels_of(series)) for mode in modes],
         "written": [str(p) for p in written],
     }
-    typer.echo(json.dumps(report | ({} if again is None else {"again": again})))
+    if learned is not None:
+        report["fit"] = learned.as_dict()
+    if again is not None:
+        report["again"] = again
+    typer.echo(json.dumps(report))
 
 
 def tell(
@@ -70,6 +100,7 @@ def tell(
     modes: list[ModeSummary],
     written: list[Path],
     again: str | None,
+    learned: Learned | None,
 ) -> None:
     """The summary for people."""
     labels = labels_of(series)
@@ -94,6 +125,10 @@ def tell(
     gone = int(series.values.isnan().sum())
     missing = f", {gone} of {cells} observations missing" if gone else ""
     console.print(f"log-likelihood {float(post.log_likelihood):.3f} ({post.steps} steps{missing})")
+    if learned is not None:
+        console.print("fitted; each regime keeps the name of the one in the model it matches:")
+        for change in learned.regimes:
+            console.print(f"  {change}", markup=False, soft_wrap=True, highlight=False)
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if again is not None:

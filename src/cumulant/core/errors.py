@@ -14,14 +14,24 @@ class InputError(ValueError, RuntimeError):
 
 
 class ConvergenceError(RuntimeError):
-    """An iteration that did not reach its goal: what became of it, and what to try.
+    """An iteration did not reach its goal. The message is a diagnosis: what happened, the likely
+    cause, what to try.
 
-    ``result`` holds what there is: the same object that ``throw=False`` returns.
+    ``result`` is the object that ``throw=False`` returns.
     """
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
+
+
+class NoSolutionError(ConvergenceError, InputError):
+    """The problem has no solution: for example, a mean outside the convex hull of the support.
+
+    The input is at fault, so it is an `InputError`; and no iteration can reach the goal, so it is
+    a `ConvergenceError` with a ``result``. Catch whichever fits: code that checks its input, or
+    code that falls back when a solver fails.
+    """
 
 
 class GroupError(RuntimeError):

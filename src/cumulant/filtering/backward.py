@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
 from cumulant.filtering import moments
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.moments import symmetric, times
 from cumulant.filtering.posterior import Posterior, alike, stacked, step_of
 from cumulant.filtering.recursion import Belief, branch
@@ -261,7 +261,7 @@ def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
     t = post.steps
     while t > 0:
         shape = beliefs[t - 1].log_weights.shape
-        n = post.model.state_dimension
+        n = post.model.state_size
         room = max(MOST_NUMBERS // max(shape.numel() * shape[-1] * n * n, 1), 1)
         begin = max(t - room, 0)
         while not alike(beliefs[begin], beliefs[t - 1]) or not alike(

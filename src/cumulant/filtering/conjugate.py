@@ -7,6 +7,8 @@ The recursion is that of the Gaussian filters; only the messages differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor
 from cumulant.core.checks import numbers
 from cumulant.core.errors import InputError
 from cumulant.core.progress import ProgressCallback
-from cumulant.filtering.checks import (
+from cumulant.filtering.frames import PandasLike, labels_of
+from cumulant.filtering.kalman import stationary
+from cumulant.filtering.maps import Map, image_size, member_of, tensors_of
+from cumulant.filtering.model_checks import (
     initial_probabilities,
     next_row,
     one_class,
@@ -23,16 +28,17 @@ from cumulant.filtering.checks import (
     series,
     stochastic,
 )
-from cumulant.filtering.gaussian import stationary
-from cumulant.filtering.maps import image_size, member_of, tensors_of
 from cumulant.filtering.natural import ConjugateBank, ConjugatePosterior, observed
 from cumulant.filtering.recursion import scheme_of, steps
 from cumulant.measures.gaussian import Gaussian
+from cumulant.measures.measure import Measure
 from cumulant.measures.positive import Gamma
 from cumulant.measures.project import FROM_TORCH
 from cumulant.measures.simplex import Beta
 
 __all__ = ["ConjugatePosterior", "SwitchingConjugate", "filter_conjugate", "update_conjugate"]
+
+Likelihood = Measure | type
 
 
 class SwitchingConjugate:
@@ -52,17 +58,16 @@ class SwitchingConjugate:
     ============ ========================== ================================== =====================
 
     Categories are one-hot. NaN is missing; for the Normal, element by element. For large means with
-    small variances take `SwitchingLinearGaussian`, the same filter in moments: natural parameters
-    cancel there.
+    small variances use `SwitchingLinearGaussian`, the same filter in moments: natural parameters
+    lose digits to cancellation there.
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
-            leaves as they are.
-        prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)``: one for each
-            mode.
-        likelihood: a class, or the law of the noise; or a list of M.
-        dynamics: a map, or a list of M; None leaves the state as it is.
+        initial: probabilities of the modes at time 0, ``(M,)``; by default the stationary
+            law of `transition`.
+        prior: the law of the state at time 0, of batch shape ``()``, or ``(M,)`` for one per mode.
+        likelihood: a class, or the law of the noise; or a list of M of these.
+        dynamics: a map, or a list of M; None leaves the state unchanged.
 
     Raises:
         InputError: a likelihood that is not conjugate to the prior, or a map under which its family
@@ -85,9 +90,9 @@ class SwitchingConjugate:
         *,
         transition: Tensor,
         initial: Tensor | None = None,
-        prior: Any,
-        likelihood: Any,
-        dynamics: Any = None,
+        prior: Measure,
+        likelihood: Likelihood | Sequence[Likelihood],
+        dynamics: Map | Sequence[Map | None] | None = None,
     ) -> None:
         owner = "SwitchingConjugate"
         member = self.prior = member_of(owner, prior)
@@ -117,7 +122,7 @@ class SwitchingConjugate:
                 f"{owner}: prior must have batch shape () or ({M},), one for each mode, not "
                 f"{tuple(member.batch_shape)}."
             )
-        self.observation_dimension = p = member._event_size()
+        self.observation_size = p = member._event_size()
         self.scalar = isinstance(member, Gamma | Beta)
         self.dynamics = _for_modes(owner, "dynamics", dynamics, M)
         self.likelihoods = [
@@ -140,8 +145,8 @@ class SwitchingConjugate:
 
     def __repr__(self) -> str:
         kind = type(self.prior).__name__
-        size = self.observation_dimension
-        return f"SwitchingConjugate({kind}, modes={self.modes}, state_dimension={size})"
+        size = self.observation_size
+        return f"SwitchingConjugate({kind}, modes={self.modes}, state_size={size})"
 
 
 def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
@@ -153,7 +158,7 @@ def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
 
 def filter_conjugate(
     model: SwitchingConjugate,
-    observations: Tensor,
+    observations: Tensor | PandasLike,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     progress: ProgressCallback | None = None,
@@ -166,7 +171,7 @@ def filter_conjugate(
         model: the model.
         observations: ``(*batch, T)`` numbers or ``(*batch, T, p)`` vectors; NaN is missing.
         collapse: as for `filter`.
-        lengths: where series are shorter than T, how long each is, ``(*batch,)``.
+        lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         progress: called after each step.
 
     Returns:
@@ -176,8 +181,10 @@ def filter_conjugate(
         InputError: observations outside the support of the likelihood.
     """
     scheme = scheme_of("filter", collapse)
-    y = observations
+    y: Any = observations
+    labels = labels_of(observations)
     if model.scalar:
+        y = y.iloc[:, 0] if labels is not None and y.shape[1:] == (1,) else y
         y = real_numbers("filter", "observations", y, model.dtype, model.device)
         if y.ndim < 1 or y.shape[-1] < 1:
             raise InputError(
@@ -188,20 +195,21 @@ def filter_conjugate(
     belief, alike = bank.start()
     count = bank.observations.shape[-2]
     found = steps(bank, scheme, belief, count, alike=alike, progress=progress)
-    return ConjugatePosterior(model, scheme, (bank.observations,), *found)
+    return ConjugatePosterior(model, scheme, (bank.observations,), *found, labels=labels)
 
 
-def update_conjugate(post: ConjugatePosterior, y: Tensor) -> ConjugatePosterior:
-    """Go on from a posterior by one observation; equal to filtering all at once.
+def update_conjugate(post: ConjugatePosterior, y: Tensor | PandasLike) -> ConjugatePosterior:
+    """Extend a posterior by one observation; the same as filtering all of them at once.
 
     Args:
         post: from `filter_conjugate` or `update_conjugate`.
         y: the next observation, ``(*batch,)`` or ``(*batch, p)``; NaN is missing.
     """
     past, model = post.observations[0], post.model
-    shape = past.shape[:-2] if model.scalar else (*past.shape[:-2], model.observation_dimension)
+    shape = past.shape[:-2] if model.scalar else (*past.shape[:-2], model.observation_size)
     value = next_row("update", y, past, tuple(shape))
     value = value[..., None] if model.scalar else value
     bank = ConjugateBank(model, value[..., None, :])
     found = steps(bank, post.scheme, post.beliefs[-1], 1, alike=post.scheme.memory == 1)
-    return post.followed(found, bank.observations)
+    labels = None if post.labels is None else post.labels.extended(y)
+    return replace(post.followed(found, bank.observations), labels=labels)

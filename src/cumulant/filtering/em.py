@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
-from cumulant.filtering.gaussian import GaussianBank
-from cumulant.filtering.model import SHAPES
+from cumulant.filtering.kalman import GaussianBank
+from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
@@ -39,12 +39,12 @@ class _Sums(NamedTuple):
 
 
 def expectation_maximization(
-    model: Any,
+    model: SwitchingLinearGaussian,
     observations: Tensor,
     inputs: Tensor | None,
     scheme: Scheme,
     free: Mapping[str, Tensor],
-) -> tuple[float, Any]:
+) -> tuple[float, SwitchingLinearGaussian]:
     """The log-likelihood of the model, and the model after one step."""
     given = model
     model = given.unchecked({n: x.double() for n, x in given.parameters.items()})
@@ -81,47 +81,66 @@ def _alike(pairs: list[Pair]) -> list[tuple[int, int]]:
     return list(pairwise([0, *edges, len(pairs)]))
 
 
-def supported(model: Any, free: Mapping[str, Tensor]) -> None:
-    """Raise where the closed steps of EM do not apply."""
+def supported(model: SwitchingLinearGaussian, free: Mapping[str, Tensor]) -> None:
+    """Raise where EM has no closed-form step."""
     if getattr(model, "functions", None):
         raise InputError("fit: EM is for linear models; method='lbfgs' fits nonlinear ones.")
     for name, mask in free.items():
-        x = model.parameters[name]
-        tail = len(SHAPES.get(name, "M"))
-        most = tail if name == "initial" else tail + 1
-        if x.ndim > most:
-            raise InputError(
-                f"fit: EM learns parameters that are constant, but {name} has shape "
-                f"{tuple(x.shape)}; method='lbfgs' takes it."
-            )
-        plain = name in ("transition", "initial") or name.endswith(("noise", "covariance"))
-        if not plain and not bool(mask.all()):
-            raise InputError(f"fit: EM moves all of {name} or nothing; masks need method='lbfgs'.")
+        _check_one(model, name, mask)
     both = ("initial_mean", "initial_covariance")
-    own_start = any(model.parameters[n].ndim > len(SHAPES[n]) for n in both)
+    own_start = any(not _is_common(model, n) for n in both)
     if own_start and any(n in free for n in both):
-        raise InputError("fit: EM learns initial_mean and initial_covariance as shared ones.")
+        raise InputError(
+            "fit: EM learns one initial_mean and one initial_covariance for all modes; "
+            "method='lbfgs' learns one for each."
+        )
     for which in ("dynamics", "emission"):
-        parts = [which, f"{which}_bias", f"{which}_input"]
-        own = [n for n in model.parameters if n.startswith(which)]
-        if any(n in free for n in own):
-            changing = [n for n in own if model.parameters[n].ndim > len(SHAPES[n]) + 1]
-            if changing:
-                raise InputError(
-                    f"fit: EM needs {which} and all beside it constant, but {changing[0]} changes "
-                    "with time or from series to series; method='lbfgs' takes it."
-                )
-        shared = [n for n in parts if n in free and model.parameters[n].ndim == len(SHAPES[n])]
-        noise = model.parameters[f"{which}_noise"].ndim == 2
-        own = [n for n in parts if n in free and n not in shared]
-        if shared and (own or not noise):
-            raise InputError(
-                f"fit: EM shares {', '.join(shared)} between modes only if {which}_noise and all "
-                "that is learned with it are shared too; method='lbfgs' takes any mixture."
-            )
+        _check_regression(model, which, free)
 
 
-def _initial(model: Any, first: Belief, free: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _check_one(model: SwitchingLinearGaussian, name: str, mask: Tensor) -> None:
+    """A parameter that EM learns is constant, and moves as a whole."""
+    x, tail = model.parameters[name], len(SHAPES.get(name, "M"))
+    most = tail if name == "initial" else tail + 1
+    if x.ndim > most:
+        raise InputError(
+            f"fit: EM learns parameters that are constant, but {name} has shape "
+            f"{tuple(x.shape)}; method='lbfgs' learns it."
+        )
+    plain = name in ("transition", "initial") or name.endswith(("noise", "covariance"))
+    if not plain and not bool(mask.all()):
+        raise InputError(f"fit: EM moves all of {name} or none of it; method='lbfgs' takes masks.")
+
+
+def _check_regression(
+    model: SwitchingLinearGaussian, which: str, free: Mapping[str, Tensor]
+) -> None:
+    """What is learned together is constant, and is shared by the modes together."""
+    own = [n for n in model.parameters if n.startswith(which)]
+    changing = [n for n in own if model.parameters[n].ndim > len(SHAPES[n]) + 1]
+    if changing and any(n in free for n in own):
+        raise InputError(
+            f"fit: EM learns {which} only if nothing in it changes with time or between series, "
+            f"but {changing[0]} changes with time or from series to series; method='lbfgs' learns "
+            "it."
+        )
+    parts = [n for n in (which, f"{which}_bias", f"{which}_input") if n in free]
+    shared = [n for n in parts if _is_common(model, n)]
+    if shared and (len(shared) < len(parts) or not _is_common(model, f"{which}_noise")):
+        raise InputError(
+            f"fit: EM shares {', '.join(shared)} between modes only if {which}_noise and "
+            "everything learned with it are shared too; method='lbfgs' takes any mixture."
+        )
+
+
+def _is_common(model: SwitchingLinearGaussian, name: str) -> bool:
+    """Whether all modes share a parameter."""
+    return model.parameters[name].ndim == len(SHAPES[name])
+
+
+def _initial(
+    model: SwitchingLinearGaussian, first: Belief, free: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Modes and state at time 0, averaged over the series."""
     out: dict[str, Tensor] = {}
     M = model.modes
@@ -218,13 +237,13 @@ def _emission_sums(bank: GaussianBank, pairs: list[Pair]) -> _Sums:
 
 
 def _regression(
-    model: Any, which: str, sums: _Sums, free: Mapping[str, Tensor]
+    model: SwitchingLinearGaussian, which: str, sums: _Sums, free: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Coefficients and noise of each mode, or of all where they are shared."""
     names = {which: which, "bias": f"{which}_bias", "input": f"{which}_input"}
-    M, n = model.modes, model.state_dimension
+    M, n = model.modes, model.state_size
     p = sums.rr.shape[-1]
-    zeros = {f"{which}_bias": (M, p), f"{which}_input": (M, p, model.input_dimension)}
+    zeros = {f"{which}_bias": (M, p), f"{which}_input": (M, p, model.input_size)}
 
     def part(name: str) -> Tensor:
         x = model.steps_of(name)
@@ -233,7 +252,7 @@ def _regression(
 
     blocks = [part(name) for name in names.values()]
     theta = torch.cat([b.expand(M, p, b.shape[-1]) for b in blocks], -1)
-    columns = [n, 1, model.input_dimension]
+    columns = [n, 1, model.input_size]
     moves = torch.cat(
         [torch.full((c,), name in free) for c, name in zip(columns, names.values(), strict=True)]
     )
@@ -248,7 +267,7 @@ def _regression(
     for name, x in zip(names.values(), theta.split(columns, -1), strict=True):
         if name in free:
             x = x[..., 0] if name.endswith("bias") else x
-            out[name] = x[0] if model.parameters[name].ndim == len(SHAPES[name]) else x
+            out[name] = x[0] if _is_common(model, name) else x
     noise = f"{which}_noise"
     if noise in free:
         left = sums.rr - theta @ sums.rz.mT - sums.rz @ theta.mT + theta @ sums.zz @ theta.mT
@@ -264,9 +283,9 @@ def _regression(
     return out
 
 
-def _is_shared(model: Any, which: str, free: Mapping[str, Tensor]) -> bool:
+def _is_shared(model: SwitchingLinearGaussian, which: str, free: Mapping[str, Tensor]) -> bool:
     parts = [which, f"{which}_bias", f"{which}_input"]
-    return any(n in free and model.parameters[n].ndim == len(SHAPES[n]) for n in parts)
+    return any(n in free and _is_common(model, n) for n in parts)
 
 
 def _pooled(sums: _Sums) -> _Sums:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import overload
 
 from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.progress import Progress, ProgressCallback
-from cumulant.filtering.checks import next_row, real_numbers, series
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,
     filter_conjugate,
     update_conjugate,
 )
-from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.frames import PandasLike, labels_of
+from cumulant.filtering.kalman import GaussianBank, inputs_of
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
+from cumulant.filtering.model_checks import next_row, real_numbers, series
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
@@ -25,32 +26,59 @@ from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
 __all__ = ["filter", "log_likelihood", "run", "update"]
 
 
+@overload
 def filter(
-    model: Any,
-    observations: Tensor,
+    model: SwitchingConjugate,
+    observations: Tensor | PandasLike,
+    *,
+    collapse: str | int = "gpb2",
+    lengths: Tensor | None = None,
+    progress: ProgressCallback | None = None,
+) -> ConjugatePosterior: ...
+
+
+@overload
+def filter(
+    model: SwitchingLinearGaussian,
+    observations: Tensor | PandasLike,
     *,
     collapse: str | int = "gpb2",
     lengths: Tensor | None = None,
     inputs: Tensor | None = None,
     progress: ProgressCallback | None = None,
-) -> Any:
+) -> Posterior: ...
+
+
+def filter(
+    model: SwitchingLinearGaussian | SwitchingConjugate,
+    observations: Tensor | PandasLike,
+    *,
+    collapse: str | int = "gpb2",
+    lengths: Tensor | None = None,
+    inputs: Tensor | None = None,
+    progress: ProgressCallback | None = None,
+) -> Posterior | ConjugatePosterior:
     """What the observations say about modes and states, step by step (T25).
 
-    All schemes are exact as long as they have not collapsed anything: GPB(k) up to T = k, or one
-    step less if modes start with different states.
+    Every scheme is exact until it collapses something: GPB(k) up to T = k, or T = k - 1 if modes
+    start with different states.
 
     Args:
         model: a `SwitchingLinearGaussian`, `SwitchingNonlinear` or `SwitchingConjugate`.
-        observations: ``(*batch, T, p)``; NaN is missing, element by element.
+        observations: ``(*batch, T, p)``; NaN is missing, element by element. A pandas Series or
+            DataFrame is one series, and its index is kept for ``to_pandas()``.
         collapse: ``"gpb2"``, ``"gpb1"``, ``"imm"``, k for GPB(k), which keeps M^(k-1) Gaussians, or
             ``"exact"``, which keeps all M^T.
-        lengths: where series are shorter than T, how long each is, ``(*batch,)``.
+        lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         inputs: u, ``(*batch, T, m)``, if the model takes them.
         progress: called after each step.
 
     Returns:
-        A `Posterior` (a `ConjugatePosterior`); differentiable in every parameter of the model and
-        the observations.
+        A `Posterior`, or for a `SwitchingConjugate` a `ConjugatePosterior`; differentiable in the
+        observations and every parameter of the model.
+
+    Raises:
+        InputError: input that does not fit the model, or an observation without a density.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(2, 1, 1)
@@ -73,7 +101,8 @@ def filter(
     u = inputs_of("filter", model, inputs, y.shape[-2], y)
     bank = GaussianBank(model, y, u)
     belief, alike = bank.start()
-    return run(bank, scheme, belief, alike=alike, progress=progress)
+    found = run(bank, scheme, belief, alike=alike, progress=progress)
+    return replace(found, labels=labels_of(observations))
 
 
 def run(
@@ -110,7 +139,7 @@ def run(
 
 
 def log_likelihood(
-    model: Any, observations: Tensor, inputs: Tensor | None, scheme: Scheme
+    model: SwitchingLinearGaussian, observations: Tensor, inputs: Tensor | None, scheme: Scheme
 ) -> Tensor:
     """log p(observations), ``(*batch,)``, of input that has been checked."""
     bank = GaussianBank(model, observations, inputs)
@@ -120,16 +149,30 @@ def log_likelihood(
     return run(bank, scheme, belief, alike=alike).log_likelihood
 
 
-def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
-    """Go on from a posterior by one observation; equal to filtering all at once.
+@overload
+def update(post: ConjugatePosterior, y: Tensor | PandasLike) -> ConjugatePosterior: ...
+
+
+@overload
+def update(
+    post: Posterior, y: Tensor | PandasLike, *, inputs: Tensor | None = None
+) -> Posterior: ...
+
+
+def update(
+    post: Posterior | ConjugatePosterior, y: Tensor | PandasLike, *, inputs: Tensor | None = None
+) -> Posterior | ConjugatePosterior:
+    """Extend a posterior by one observation; the same as filtering all of them at once.
 
     Args:
         post: from `filter` or `update`.
-        y: the next observation, ``(*batch, p)``; NaN is missing.
+        y: the next observation, ``(*batch, p)``; NaN is missing. The name of a row of a DataFrame
+            becomes its label.
         inputs: u, ``(*batch, m)``, if the model takes them.
 
     Returns:
-        The posterior over all steps so far; ``post.latest()`` forgets the past, for endless use.
+        The posterior over all steps so far. ``post.latest()`` drops the past, so that memory does
+        not grow.
     """
     if isinstance(post, ConjugatePosterior):
         if inputs is not None:
@@ -138,13 +181,13 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
     gaussian_posterior("update", post)
     model = post.model
     past = post.observations[0]
-    value = next_row("update", y, past, (*past.shape[:-2], model.observation_dimension))
+    value = next_row("update", y, past, (*past.shape[:-2], model.observation_size))
     u = None
-    if inputs is not None or model.input_dimension:
+    if inputs is not None or model.input_size:
         given = None
         if inputs is not None:
             given = real_numbers("update", "inputs", inputs, value.dtype, value.device)
-            want = (*value.shape[:-1], model.input_dimension)
+            want = (*value.shape[:-1], model.input_size)
             if tuple(given.shape) != want:
                 raise InputError(
                     f"update: inputs must have shape {want}, not {tuple(given.shape)}."
@@ -155,4 +198,6 @@ def update(post: Any, y: Tensor, *, inputs: Tensor | None = None) -> Any:
     more = run(bank, post.scheme, post.beliefs[-1], alike=post.scheme.memory == 1)
     found = Run(more.beliefs, more.step_totals, more.log_predicted)
     all_inputs = () if u is None else (*(post.inputs or ()), u)
-    return replace(post.followed(found, bank.observations), inputs=all_inputs or None)
+    labels = None if post.labels is None else post.labels.extended(y)
+    post = post.followed(found, bank.observations)
+    return replace(post, inputs=all_inputs or None, labels=labels)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import generator_of, whole
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
+from cumulant.core.renamed import renamed
 from cumulant.filtering.filters import run
-from cumulant.filtering.gaussian import GaussianBank, inputs_of
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.kalman import GaussianBank, inputs_of
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
+from cumulant.filtering.model_checks import generator_or
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Scheme
 
@@ -19,19 +22,20 @@ __all__ = ["Sample", "forecast", "sample"]
 
 
 def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Posterior:
-    """What is expected after the last observation, step by step.
+    """Forecasts of states, modes and observations after the last observation.
 
-    A forecast is a filter that sees nothing. Collapsing loses nothing here: means and covariances
-    are those of the full mixture.
+    A forecast is a filter without observations. Collapsing loses nothing here: means and
+    covariances are those of the full mixture.
 
     Args:
-        post: from `filter` or `update`. A model that changes with time must reach so far.
-        steps: how many.
+        post: from `filter` or `update`. A model that changes with time must cover these steps.
+        steps: how many steps ahead.
         inputs: u of these steps, ``(*batch, steps, m)``, if the model takes them.
 
     Returns:
-        A `Posterior` over the steps to come: ``mean``, ``covariance`` and ``mode_probabilities``
-        of the state, ``observation_mean`` and ``observation_covariance`` of what will be seen.
+        A `Posterior` over the steps to come: ``mean`` and ``covariance`` of the state,
+        ``mode_probabilities``, ``observation_mean`` and ``observation_covariance``. Its
+        ``to_pandas()`` continues the dates or periods of the observations.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(1, 1, 1)
@@ -51,7 +55,8 @@ def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Po
     bank = GaussianBank(post.model, nothing, u, first=post.first + post.steps)
     # GPB1 would forget between steps which state belongs to which mode.
     scheme = post.scheme if post.scheme.memory != 1 else Scheme(2, False, post.scheme.name)
-    return run(bank, scheme, post.beliefs[-1], alike=False)
+    found = run(bank, scheme, post.beliefs[-1], alike=False)
+    return replace(found, labels=None if post.labels is None else post.labels.ahead(steps))
 
 
 class Sample(NamedTuple):
@@ -62,13 +67,14 @@ class Sample(NamedTuple):
     observations: Tensor
 
 
+@renamed(seed="generator")
 def sample(
-    model: Any,
+    model: SwitchingLinearGaussian,
     steps: int,
     size: tuple[int, ...] | int = (),
     *,
     inputs: Tensor | None = None,
-    seed: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Sample:
     """Draw series from the model.
 
@@ -77,7 +83,7 @@ def sample(
         steps: T.
         size: how many series, ``()`` for one.
         inputs: u, ``(*size, T, m)``, if the model takes them.
-        seed: for draws that can be repeated.
+        generator: source of the draws; the global one by default.
 
     >>> import torch, cumulant as cm
     >>> one = torch.ones(2, 1, 1)
@@ -85,7 +91,7 @@ def sample(
     ...     transition=torch.eye(2), initial=torch.tensor([0.0, 1.0]), dynamics=one,
     ...     dynamics_noise=one, emission=one, emission_noise=one,
     ...     initial_mean=torch.zeros(1), initial_covariance=torch.eye(1))
-    >>> cm.filtering.sample(model, 4, seed=0).modes
+    >>> cm.filtering.sample(model, 4).modes
     tensor([1, 1, 1, 1])
     """
     gaussian_model("sample", model)
@@ -94,12 +100,12 @@ def sample(
     try:
         size = tuple(whole("sample", "size", s, 0) for s in size)
     except TypeError:
-        raise InputError(f"sample: size must be a tuple of whole numbers, not {size!r}.") from None
+        raise InputError(f"sample: size must be a tuple of integers, not {size!r}.") from None
     device, kind = model.device, model.dtype
-    blank = torch.full((*size, steps, model.observation_dimension), torch.nan).to(device, kind)
+    blank = torch.full((*size, steps, model.observation_size), torch.nan).to(device, kind)
     bank = GaussianBank(model, blank, inputs_of("sample", model, inputs, steps, blank))
-    # Without a seed, the global generator decides, so that torch.manual_seed does too.
-    generator = generator_of("sample", int(torch.randint(1 << 62, ())) if seed is None else seed)
+    # Drawn from the global generator by default, so that torch.manual_seed decides.
+    generator = generator_or("sample", generator, None)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(like)
@@ -124,8 +130,8 @@ def sample(
         belief, _ = bank.start()
         if belief.log_weights.shape[:-2] != size:
             raise InputError(
-                f"sample: the model has batch shape {tuple(belief.log_weights.shape[:-2])}, which "
-                f"size {size} must end in or equal."
+                f"sample: the model has batch shape {tuple(belief.log_weights.shape[:-2])}, so "
+                f"size must end in it; it is {size}."
             )
         mode = draw(belief.log_weights.expand(*size, 1, -1)[..., 0, :])
         center = pick(belief.message[0], mode, 1)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, positive, require, whole
 from cumulant.core.errors import InputError
-from cumulant.filtering.checks import semi_definite, sized
+from cumulant.filtering.model_checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
 from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
 from cumulant.measures.measure import Measure
@@ -24,6 +24,8 @@ from cumulant.measures.positive import Gamma
 from cumulant.measures.simplex import Beta, Dirichlet
 
 __all__ = ["Flip", "Linear", "Map", "Merge", "Permute", "Renew", "Scale", "push"]
+
+_M = TypeVar("_M", bound=Measure)
 
 FAMILIES = (Gamma, Beta, Dirichlet, Normal)
 CLOSED = """Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under \
@@ -72,9 +74,9 @@ class Flip(Map):
 
 
 class Merge(Map):
-    """Coordinates of a Dirichlet added up, group by group: so are their concentrations.
+    """Coordinates of a Dirichlet summed within groups; their concentrations are summed too.
 
-    Each coordinate 0, 1, ..., K - 1 is in one of the groups; there are two of them at least.
+    Each coordinate 0, 1, ..., K - 1 belongs to exactly one of at least two groups.
     """
 
     _families = (Dirichlet,)
@@ -116,8 +118,8 @@ class Linear(Map):
 
     Args:
         W: ``(a, k)``.
-        b: ``(a,)``; zero if left out.
-        Q: ``(a, a)``, positive semi-definite; zero if left out. W W' + Q must be positive definite,
+        b: ``(a,)``; zero by default.
+        Q: ``(a, a)``, positive semi-definite; zero by default. W W' + Q must be positive definite,
             or the image has no density.
     """
 
@@ -162,11 +164,11 @@ class Linear(Map):
 
 
 class Renew(Map):
-    """The state is drawn afresh from a member of its family: a change point."""
+    """The state is redrawn from a member of its family: a change point."""
 
     _families = FAMILIES
 
-    def __init__(self, measure: Any) -> None:
+    def __init__(self, measure: Measure) -> None:
         self.measure = member_of("Renew", measure)
         self._tensors = tuple(tensors_of("measure", self.measure).values())
         self._batch = self.measure.batch_shape
@@ -216,7 +218,7 @@ def image_size(owner: str, member: Any, map: Any) -> int:
     return map._image_size(owner, member)
 
 
-def push(measure: Any, map: Map | None) -> Any:
+def push(measure: _M, map: Map | None) -> _M:
     """The law of map(x) for x from the measure: again a member of its family (T26).
 
     Gamma is closed under `Scale`, Beta under `Flip`, Dirichlet under `Permute` and `Merge`, Normal
@@ -227,7 +229,7 @@ def push(measure: Any, map: Map | None) -> Any:
         map: with parameters of one law, or for each of the batch.
 
     Raises:
-        InputError: a pair that is not closed, or sizes that do not fit.
+        InputError: a family that is not closed under the map, or sizes that do not fit.
 
     >>> import torch, cumulant as cm
     >>> from cumulant.filtering.maps import Merge, push
@@ -245,5 +247,5 @@ def push(measure: Any, map: Map | None) -> Any:
     image = image._to(torch.float64 if weak else next(iter(got.values())).dtype)
     image._weak = weak
     if isinstance(measure, Gaussian):
-        return Gaussian(image.loc, image.covariance_matrix)
+        return cast(_M, Gaussian(image.loc, image.covariance_matrix))
     return image

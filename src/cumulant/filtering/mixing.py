@@ -49,15 +49,15 @@ def transition_from_mixing(mixing: Tensor, marginal: Tensor | None = None) -> In
     Args:
         mixing: A, ``(*batch, N, N)``, columns sum to one: attention weights [query, key] go in
             transposed.
-        marginal: pi, ``(*batch, N)``, for which the c >= 0 with A c closest to it is found. If left
-            out, c = pi is the average over time of the chain A from a uniform start.
+        marginal: pi, ``(*batch, N)``, for which the c >= 0 with A c closest to it is found. By
+            default c = pi is the average over time of the chain A from a uniform start.
 
     Returns:
-        InducedTransition, without gradients; ask it whether it is ``consistent``. Rows of T with
-        pi_i = 0 are never used and are set uniform.
+        InducedTransition, without gradients; ``consistent`` says whether T induces A. Rows of T
+        with pi_i = 0 are never used and are set to uniform.
 
     Raises:
-        InputError: what should be probabilities is none.
+        InputError: entries that are not probabilities.
 
     >>> import torch
     >>> from cumulant.filtering import transition_from_mixing

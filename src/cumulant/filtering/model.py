@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cumulant.core.checks import HALF, finite, numbers, whole
 from cumulant.core.errors import InputError
-from cumulant.filtering.checks import (
+from cumulant.core.renamed import moved
+from cumulant.filtering.model_checks import (
     initial_probabilities,
     one_class,
     semi_definite,
@@ -40,6 +41,7 @@ REQUIRED = (
     *("transition", "dynamics", "dynamics_noise", "emission", "emission_noise"),
     *("initial_mean", "initial_covariance"),
 )
+RENAMED = {f"{what}_dimension": f"{what}_size" for what in ("state", "observation", "input")}
 TIMELESS = ("initial", "initial_mean", "initial_covariance")
 
 
@@ -68,8 +70,8 @@ class SwitchingLinearGaussian:
 
     Args:
         transition: ``(M, M)``, rows sum to one.
-        initial: probabilities of the modes at time 0, ``(M,)``; left out, those that `transition`
-            leaves as they are.
+        initial: probabilities of the modes at time 0, ``(M,)``; by default the stationary
+            law of `transition`.
         dynamics: W, ``(M, n, n)``. n = 0 is allowed: a Markov-switching regression.
         dynamics_noise: Q, ``(M, n, n)``.
         emission: C, ``(M, p, n)``.
@@ -93,7 +95,7 @@ class SwitchingLinearGaussian:
     ...     emission=one, emission_noise=one,
     ...     initial_mean=torch.zeros(1), initial_covariance=torch.eye(1))
     >>> model
-    SwitchingLinearGaussian(modes=2, state_dimension=1, observation_dimension=1)
+    SwitchingLinearGaussian(modes=2, state_size=1, observation_size=1)
     """
 
     def __init__(
@@ -152,8 +154,8 @@ class SwitchingLinearGaussian:
                 self._check(owner, name, got[name], [sizes[c] for c in letters])
         if sizes["p"] < 1:
             raise InputError(f"{owner}: emission must have at least one row, (..., p, n).")
-        self.state_dimension, self.observation_dimension = sizes["n"], sizes["p"]
-        self.input_dimension = sizes.get("m", 0)
+        self.state_size, self.observation_size = sizes["n"], sizes["p"]
+        self.input_size = sizes.get("m", 0)
         self.steps = self._common_steps(owner)
 
     def _check(self, owner: str, name: str, x: Tensor, event: list[int]) -> None:
@@ -186,12 +188,12 @@ class SwitchingLinearGaussian:
     def __getattr__(self, name: str) -> Tensor | None:
         if name != "parameters" and name in {"transition", "initial", *SHAPES}:
             return self.parameters.get(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        moved(type(self).__name__, name, RENAMED)
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(modes={self.modes}, state_dimension={self.state_dimension}, "
-            f"observation_dimension={self.observation_dimension})"
+            f"{type(self).__name__}(modes={self.modes}, state_size={self.state_size}, "
+            f"observation_size={self.observation_size})"
         )
 
     @property
@@ -297,7 +299,7 @@ class SwitchingLinearGaussian:
         ...     emission=[torch.ones(1, 1), torch.tensor([[1.0, 0.0]])],
         ...     emission_noise=torch.eye(1),
         ...     initial_mean=torch.zeros(2), initial_covariance=torch.eye(2))
-        SwitchingLinearGaussian(modes=2, state_dimension=2, observation_dimension=1)
+        SwitchingLinearGaussian(modes=2, state_size=2, observation_size=1)
         """
         embeddings = _matrices("embeddings", embeddings)
         dynamics = _matrices("dynamics", dynamics)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.recursion import Belief, Run, whole_numbers
 
 __all__ = ["chain", "log_total", "stateless"]
@@ -23,7 +23,7 @@ MOST_MODES = 8
 
 def stateless(bank: GaussianBank) -> bool:
     """Whether the filter is a product of small matrices."""
-    return bank.model.state_dimension == 0 and bank.model.modes <= MOST_MODES
+    return bank.model.state_size == 0 and bank.model.modes <= MOST_MODES
 
 
 def _factors(bank: GaussianBank, start: Belief) -> tuple[Tensor, Tensor]:

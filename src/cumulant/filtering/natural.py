@@ -17,11 +17,12 @@ from torch import Tensor
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import kept
-from cumulant.filtering.gaussian import log_probability
+from cumulant.filtering.kalman import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.conjugate import _message
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
+from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
 from cumulant.measures.status import Code
 
@@ -40,7 +41,7 @@ def observed(owner: str, prior: Any, likelihood: Any, y: Tensor) -> tuple[Tensor
         gone = missing.all(-1)
         require(
             gone | ~missing.any(-1),
-            lambda: "posterior: a one-hot observation is missing as a whole or not at all.",
+            lambda: "posterior: a one-hot observation must be missing completely or not at all.",
         )
         vectors = y.shape[-1] > 1
         typical = torch.arange(y.shape[-1], device=y.device) < vectors  # 0, or the first category
@@ -162,7 +163,7 @@ class ConjugatePosterior(Filtered):
         return [Belief(w, member.moments()) for w, member in zip(weights, members, strict=True)]
 
     @kept
-    def mode_measures(self) -> Any:
+    def mode_measures(self) -> Measure:
         """The M-projected law of x_t given A_t, of batch shape ``(*batch, T, M)``."""
         family = self.model.prior
         theta = over_time(
@@ -170,12 +171,12 @@ class ConjugatePosterior(Filtered):
         )
         return type(family).from_natural(theta)._to(self.observations[0].dtype)
 
-    def measure(self, t: int = -1) -> Any:
-        """The M-projected law of x_t, batch shape ``(*batch,)``; of the last step if left out."""
+    def measure(self, t: int = -1) -> Measure:
+        """The M-projected law of x_t, batch shape ``(*batch,)``; by default of the last step."""
         try:
             t = operator.index(t)
         except TypeError:
-            raise InputError(f"measure: t must be a whole number, not {t!r}.") from None
+            raise InputError(f"measure: t must be an integer, not {t!r}.") from None
         if not -self.steps <= t < self.steps:
             raise InputError(f"measure: t must be one of the {self.steps} steps, not {t}.")
         log_weights, (theta,) = flat(self.beliefs[1:][t])

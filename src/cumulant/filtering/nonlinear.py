@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
+from cumulant.core.renamed import renamed
 from cumulant.filtering.model import REQUIRED, SwitchingLinearGaussian
 from cumulant.filtering.moments import Affine, symmetric
 
@@ -37,7 +38,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
         dynamics_noise, emission_noise: Q and R.
         method: ``"ekf"``, Jacobians by ``torch.func.jacfwd`` at the mean, or ``"ukf"``, sigma
             points that see the curvature.
-        input_dimension: m, if the functions take inputs.
+        input_size: m, if the functions take inputs.
 
     >>> import torch, cumulant as cm
     >>> model = cm.filtering.SwitchingNonlinear(
@@ -49,6 +50,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
     torch.Size([2, 1])
     """
 
+    @renamed(input_dimension="input_size")
     def __init__(
         self,
         *,
@@ -61,7 +63,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
         initial_mean: Tensor,
         initial_covariance: Tensor,
         method: Literal["ekf", "ukf"] = "ekf",
-        input_dimension: int = 0,
+        input_size: int = 0,
     ) -> None:
         if method not in ("ekf", "ukf"):
             raise InputError(f"SwitchingNonlinear: method must be 'ekf' or 'ukf', not {method!r}.")
@@ -86,7 +88,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
             initial_covariance=initial_covariance,
         )
         self.method = method
-        self.input_dimension = whole("SwitchingNonlinear", "input_dimension", input_dimension, 0)
+        self.input_size = whole("SwitchingNonlinear", "input_size", input_size, 0)
         self.functions = {
             "dynamics": self._functions("dynamics", dynamics, n),
             "emission": self._functions("emission", emission, p[0]),
@@ -101,7 +103,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
             )
         x = self.parameters["initial_mean"].detach()
         x = x.reshape(-1, x.shape[-1])[0]
-        u = (x.new_zeros(self.input_dimension),) if self.input_dimension else ()
+        u = (x.new_zeros(self.input_size),) if self.input_size else ()
         for j, f in enumerate(found):
             y: Any = f(x.clone(), *u)
             if not isinstance(y, Tensor) or y.shape != (size,):
@@ -112,9 +114,9 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
                 )
         return found
 
-    def _again(self, given: Mapping[str, Any]) -> Any:
+    def _again(self, given: Mapping[str, Any]) -> Self:
         rest = {n: x for n, x in given.items() if n not in ("dynamics", "emission")}
-        own: Any = {"method": self.method, "input_dimension": self.input_dimension}
+        own: Any = {"method": self.method, "input_size": self.input_size}
         for name, functions in self.functions.items():
             new = given.get(name)
             own[name] = functions if new is None or isinstance(new, Tensor) else new
@@ -123,7 +125,7 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
             raise InputError(f"replace: a nonlinear model has no {', '.join(sorted(unknown))}.")
         return type(self)(**rest, **own)
 
-    def permute(self, order: Sequence[int]) -> Any:
+    def permute(self, order: Sequence[int]) -> Self:
         """The same model with its modes in another order."""
         linear = SwitchingLinearGaussian(**self.parameters).permute(order)
         new = self._again(dict(linear.parameters))

@@ -6,7 +6,7 @@ the logarithms of L's diagonal; everything else is itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.filtering.model import COVARIANCES, SHAPES
+from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
 
-__all__ = ["Block", "Coordinates", "coordinates"]
+__all__ = ["Block", "Coordinates", "Free", "coordinates"]
+
+Free = str | Sequence[str] | set[str] | Mapping[str, bool | str | Tensor] | None
 
 PROBABILITIES = ("transition", "initial")
 USUAL = (
@@ -37,7 +39,7 @@ class Block:
     def size(self) -> int:
         return int(self.mask.sum())
 
-    def moved(self, model: Any, order: list[int]) -> Block:
+    def moved(self, model: SwitchingLinearGaussian, order: list[int]) -> Block:
         """The block around another model, whose modes are in another order."""
         start = model.parameters[self.name].detach()
         if self.name in PROBABILITIES:  # the likeliest entries may be others now
@@ -82,10 +84,10 @@ def _reference(p: Tensor) -> Tensor:
 class Coordinates:
     """A model's free parameters as one vector."""
 
-    model: Any
+    model: SwitchingLinearGaussian
     blocks: tuple[Block, ...]
 
-    def vector(self, model: Any) -> Tensor:
+    def vector(self, model: SwitchingLinearGaussian) -> Tensor:
         """Where a model lies."""
         parts = [b.vector(model.parameters[b.name].detach()) for b in self.blocks]
         return torch.cat([p.reshape(-1) for p in parts])
@@ -95,16 +97,16 @@ class Coordinates:
         parts = vector.split([b.size for b in self.blocks])
         return {b.name: b.value(p) for b, p in zip(self.blocks, parts, strict=True)}
 
-    def at(self, vector: Tensor) -> Any:
+    def at(self, vector: Tensor) -> SwitchingLinearGaussian:
         """The model there, valid by construction."""
         return self.model.unchecked(self.values(vector))
 
-    def moved(self, model: Any, order: list[int]) -> Coordinates:
+    def moved(self, model: SwitchingLinearGaussian, order: list[int]) -> Coordinates:
         """The same coordinates around another model, whose modes are in another order."""
         return Coordinates(model, tuple(b.moved(model, order) for b in self.blocks))
 
 
-def coordinates(model: Any, free: Any = None) -> Coordinates:
+def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinates:
     """The coordinates that `fit` moves; see there for `free`."""
     if free is None:
         chosen: dict[str, Any] = {
@@ -117,7 +119,7 @@ def coordinates(model: Any, free: Any = None) -> Coordinates:
     elif isinstance(free, Mapping):
         chosen = dict(free)
     else:
-        names = [free] if isinstance(free, str) else free
+        names: Any = [free] if isinstance(free, str) else free
         if not isinstance(names, list | tuple | set) or not all(isinstance(n, str) for n in names):
             raise InputError(f"fit: free must be names or a dict of names, not {free!r}.")
         chosen = dict.fromkeys(names, True)

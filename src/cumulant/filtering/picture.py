@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
 from cumulant.figures import write as write_figure
-from cumulant.filtering.files import Names
-from cumulant.filtering.posterior import Posterior, gaussian_posterior
+from cumulant.filtering.model_files import Names
+from cumulant.filtering.posterior import Filtered, Posterior, gaussian_posterior
 from cumulant.filtering.smoothing import Smoothed
 from cumulant.filtering.tables import deviations, episodes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["picture"]
 
@@ -51,17 +54,18 @@ def picture(
     names: Names | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     forecast: Posterior | None = None,
-) -> Any:
+) -> Figure:
     """Draw what a filter found: predictions of the series, states with 95 % bands, modes.
 
     Args:
         post: from `filter`, of one series.
-        smoothed: from `smooth`; without it, states and modes are those known at each step.
-        path: where to write it, by suffix (png, svg, pdf); None for nowhere.
-        labels: of the steps: dates, years, or numbers that grow, which then are the axis.
-        names: of the modes, or of modes and states as `read_model` gives them.
+        smoothed: from `smooth`. By default, states and modes are those known at each step.
+        path: file to write, its format by suffix (png, svg, pdf).
+        labels: of the steps: dates, years, or increasing numbers, which then become the axis.
+        names: of the modes, or of modes and states as `read_model` returns them. After a `fit`,
+            names follow ``Fit.order``.
         columns: names of the observations.
-        forecast: from `forecast`, to follow after the last observation.
+        forecast: from `forecast`, drawn after the last observation.
 
     Returns:
         The matplotlib figure.
@@ -71,17 +75,19 @@ def picture(
     y = torch.cat(post.observations, -2).detach().cpu().double()
     if y.ndim != 2:
         raise InputError(
-            f"picture: one series is drawn, but the posterior has a batch {tuple(y.shape[:-2])}."
+            f"picture: draws one series, but the posterior has a batch {tuple(y.shape[:-2])}."
         )
     modes, states = _named(post, names)
     columns = columns or [f"observation {k + 1}" for k in range(y.shape[-1])]
     if len(columns) != y.shape[-1] or (labels is not None and len(labels) != post.steps):
         raise InputError(
-            f"picture: {post.steps} labels and {y.shape[-1]} columns are needed, not "
+            f"picture: needs {post.steps} labels and {y.shape[-1]} columns, not "
             f"{post.steps if labels is None else len(labels)} and {len(columns)}."
         )
-    known: list[Any] = [post if smoothed is None else smoothed, *([forecast] if forecast else [])]
-    ahead: list[Any] = [post, *([forecast] if forecast else [])]
+    known: list[Filtered | Smoothed] = [post if smoothed is None else smoothed]
+    ahead: list[Filtered] = [post]
+    if forecast is not None:
+        known, ahead = [*known, forecast], [*ahead, forecast]
     time = _time(labels, post.steps, 0 if forecast is None else forecast.steps)
     rows, more = min(y.shape[-1], MOST_ROWS), min(len(states), MOST_ROWS)
     heights = [2.3 if rows == 1 else 1.7] * rows + [2.3 if more == 1 else 1.7] * more + [1.7]
@@ -89,40 +95,64 @@ def picture(
         figure = new_figure(10.0, sum(heights) + 0.5)
         axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
         panels = list(axes[:, 0])
+        _observations(panels[:rows], time, y, ahead, columns)
+        _states(panels[rows:-1], time, known, states, smoothed is not None)
         probabilities = _joined(known, "mode_probabilities")
-        mean, spread = _joined(ahead, "observation_mean"), _spread(ahead, "observation_covariance")
-        for k in range(rows):
-            _series(panels[k], time, y[:, k], mean[:, k], spread[:, k])
-            panels[k].set_title(_short(columns[k], 70))
-        mean, spread = _joined(known, "mean"), _spread(known, "covariance")
-        for k in range(more):
-            panel = panels[rows + k]
-            _state(panel, time, mean[:, k], spread[:, k], smoothed is not None)
-            panel.set_title(_short(states[k], 70))
         for k, panel in enumerate(panels[:-1]):
             _shade(panel, time, probabilities, modes if k == 0 else None)
         so_far = None if smoothed is None else _joined(ahead, "mode_probabilities")
         _modes(panels[-1], time, modes, probabilities, so_far)
-        for k, panel in enumerate(panels):
-            if forecast is not None:
-                between = (time.at[time.observed - 1] + time.at[time.observed]) / 2
-                look = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}
-                panel.axvline(between, **look, label=None if k else "forecast from here")
-            told = panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), handlelength=1.4)
-            for line in told.get_lines():
-                line.set(linewidth=max(line.get_linewidth(), 0.9), alpha=1.0)
+        _legends(panels, time, forecast is not None)
         _ticks(panels[-1], time)
-        left = [f"{y.shape[-1] - rows} more observations"] * (y.shape[-1] > rows)
-        left += [f"{len(states) - more} more states"] * (len(states) > more)
-        if left:
-            figure.supxlabel(f"not drawn: {', '.join(left)}", fontsize=8.5, color=MUTED)
+        _left_out(figure, y.shape[-1] - rows, len(states) - more)
         if path is not None:
             write_figure(figure, path)
     return figure
 
 
+def _observations(
+    panels: list[Any], time: _Time, y: Tensor, ahead: Sequence[Filtered], columns: Sequence[str]
+) -> None:
+    mean, spread = _joined(ahead, "observation_mean"), _spread(ahead, "observation_covariance")
+    for k, panel in enumerate(panels):
+        _series(panel, time, y[:, k], mean[:, k], spread[:, k])
+        panel.set_title(_short(columns[k], 70))
+
+
+def _states(
+    panels: list[Any],
+    time: _Time,
+    known: Sequence[Filtered | Smoothed],
+    names: Sequence[str],
+    smoothed: bool,
+) -> None:
+    mean, spread = _joined(known, "mean"), _spread(known, "covariance")
+    for k, panel in enumerate(panels):
+        _state(panel, time, mean[:, k], spread[:, k], smoothed)
+        panel.set_title(_short(names[k], 70))
+
+
+def _legends(panels: list[Any], time: _Time, forecast: bool) -> None:
+    """The legend of each panel, and a line where the forecast begins."""
+    for k, panel in enumerate(panels):
+        if forecast:
+            between = (time.at[time.observed - 1] + time.at[time.observed]) / 2
+            look = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+            panel.axvline(between, **look, label=None if k else "forecast from here")
+        told = panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), handlelength=1.4)
+        for line in told.get_lines():
+            line.set(linewidth=max(line.get_linewidth(), 0.9), alpha=1.0)
+
+
+def _left_out(figure: Any, observations: int, states: int) -> None:
+    left = [f"{observations} more observations"] * (observations > 0)
+    left += [f"{states} more states"] * (states > 0)
+    if left:
+        figure.supxlabel(f"not drawn: {', '.join(left)}", fontsize=8.5, color=MUTED)
+
+
 def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
-    M, n = post.model.modes, post.model.state_dimension
+    M, n = post.model.modes, post.model.state_size
     modes = names.modes if isinstance(names, Names) else names
     states = names.states if isinstance(names, Names) else None
     out = Names(
@@ -131,7 +161,7 @@ def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
     )
     if len(out.modes) != M or len(out.states) != n:
         raise InputError(
-            f"picture: names are needed for {M} modes and {n} states, not for {len(out.modes)} and "
+            f"picture: needs names of {M} modes and {n} states, not of {len(out.modes)} and "
             f"{len(out.states)}."
         )
     return out
@@ -146,12 +176,12 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(_short(text, 44), 22)
 
 
-def _joined(parts: list[Any], name: str) -> Any:
+def _joined(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
     each: list[Tensor] = [getattr(x, name).detach().cpu().double() for x in parts]
     return torch.cat(each).numpy()
 
 
-def _spread(parts: list[Any], name: str) -> Any:
+def _spread(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
     each = [deviations(getattr(x, name).detach().cpu().double()) for x in parts]
     return BAND * torch.cat(each).numpy()
 
@@ -265,14 +295,8 @@ def _ticks(axes: Any, time: _Time) -> None:
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.set_xlabel("step" if float(time.at[0]) == 1.0 else "")
         return
-    found = [re.match(r"(\d{4})(?!\d)", x) for x in time.labels]
-    years = [int(m[1]) for m in found if m is not None]
-    if len(years) == len(found) and years == sorted(years) and years[-1] - years[0] >= 4:
-        pace = next(p for p in (1, 2, 5, 10, 20, 50, 100, 10000) if years[-1] - years[0] <= 12 * p)
-        # Years in which the file begins somewhere in the middle have no tick.
-        first = [k for k in range(1, len(years)) if years[k] > years[k - 1]]
-        first = [k for k in first if years[k] % pace == 0]
-        axes.set_xticks([float(time.at[k]) for k in first], [str(years[k]) for k in first])
+    if at_years := _years(time):
+        axes.set_xticks([float(time.at[k]) for k in at_years], list(at_years.values()))
         return
     longest = max(len(x) for x in time.labels)
     count = min(len(time.labels), max(2, min(10, 100 // max(longest, 1))))
@@ -280,3 +304,15 @@ def _ticks(axes: Any, time: _Time) -> None:
     axes.set_xticks(
         [float(time.at[k]) for k in chosen], [_short(time.labels[k], 24) for k in chosen]
     )
+
+
+def _years(time: _Time) -> dict[int, str]:
+    """Steps where a year begins that gets a tick, if labels begin with years and span enough."""
+    found = [re.match(r"(\d{4})(?!\d)", x) for x in time.labels or []]
+    years = [int(m[1]) for m in found if m is not None]
+    if len(years) < len(found) or years != sorted(years) or years[-1] - years[0] < 4:
+        return {}
+    pace = next(p for p in (1, 2, 5, 10, 20, 50, 100, 10000) if years[-1] - years[0] <= 12 * p)
+    # A year that the file enters in the middle has no tick.
+    first = [k for k in range(1, len(years)) if years[k] > years[k - 1]]
+    return {k: str(years[k]) for k in first if years[k] % pace == 0}

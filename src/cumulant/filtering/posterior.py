@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -12,9 +12,13 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
 from cumulant.filtering import moments
-from cumulant.filtering.gaussian import GaussianBank
+from cumulant.filtering.frames import Labels, ModeNames, frame, moment_columns, state_columns
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.recursion import Belief, Run, Scheme, branch
+
+if TYPE_CHECKING:
+    from cumulant.filtering.frames import DataFrame
 
 __all__ = [
     "Filtered",
@@ -86,6 +90,7 @@ class Filtered(Lazy):
     beliefs: tuple[Belief, ...]
     step_totals: tuple[Tensor, ...]
     log_predicted: tuple[Tensor, ...]
+    labels: Labels | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
@@ -117,7 +122,20 @@ class Filtered(Lazy):
             beliefs=self.beliefs[-2:],
             step_totals=self.step_totals[-1:],
             log_predicted=self.log_predicted[-1:],
+            labels=None if self.labels is None else self.labels.last(),
         )
+
+    def to_pandas(self, names: ModeNames = None) -> DataFrame:
+        """Modes, states and log-likelihood of each step as a data frame, under its own index.
+
+        Args:
+            names: of the modes, or of modes and states as `read_model` returns them.
+        """
+        found = self._columns(names) | {"log_likelihood": self.step_log_likelihood}
+        return frame("to_pandas", found, self.labels, self.steps)
+
+    def _columns(self, names: ModeNames) -> dict[str, Tensor]:
+        return state_columns(names, self.mode_probabilities, self.mean, self.covariance)
 
     @kept
     def moments(self) -> Sequence[Belief]:
@@ -192,6 +210,13 @@ class Posterior(Filtered):
 
     inputs: tuple[Tensor, ...] | None = None
     first: int = 0
+
+    def _columns(self, names: ModeNames) -> dict[str, Tensor]:
+        mean, covariance = self.observation_mean, self.observation_covariance
+        columns: Sequence[str] = [f"observation {k + 1}" for k in range(mean.shape[-1])]
+        columns = columns if self.labels is None else self.labels.columns
+        predicted = [f"{name} predicted" for name in columns]
+        return super()._columns(names) | moment_columns(predicted, mean, covariance)
 
     @kept
     def bank(self) -> GaussianBank:

@@ -112,7 +112,7 @@ def scheme_of(owner: str, collapse: Any) -> Scheme:
             return Scheme(None, False, collapse)
         case _:
             raise InputError(
-                f"{owner}: collapse must be 'gpb1', 'gpb2', 'imm', 'exact' or a whole number "
+                f"{owner}: collapse must be 'gpb1', 'gpb2', 'imm', 'exact' or an integer "
                 f"k >= 1 for GPB(k), not {collapse!r}."
             )
 

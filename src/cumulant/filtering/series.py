@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from cumulant.core.errors import InputError
 __all__ = ["Series", "counted", "listed", "read_series", "text_of"]
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "."}
-# A first column of this name tells when, even if it holds numbers.
+# A first column of this name holds times, even if they are numbers.
 LABELS = {
     *("", "date", "day", "id", "index", "label", "month", "observation_date", "period"),
     *("quarter", "row", "step", "t", "time", "timestamp", "week", "year"),
@@ -35,7 +36,7 @@ ALMOST = re.compile(r"[+\-−]?(\d{1,3}(([,.'’ \u00a0\u202f])\d{3})(\3\d{3})*(
 class Series(NamedTuple):
     """Observations ``(T, p)``, NaN where missing; a label for each step; names of the columns.
 
-    ``labels`` is None if the file has no column that tells when.
+    ``labels`` is None if the file has no column of times.
     """
 
     values: Tensor
@@ -59,18 +60,18 @@ def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = No
     """Observations from a CSV file with a header row, in double precision.
 
     Commas, semicolons or tabs separate. Empty cells, NA and nan are missing, and a row of empty
-    cells (``,,``) is a step without observations. Blank lines are no rows, except that in a file of
-    one column a blank line between others is a missing value. Between semicolons or tabs, ``1,5``
-    is 1.5; thousands separators are an error.
+    cells (``,,``) is a step without observations. Blank lines are skipped, except that in a file
+    with one column a blank line between others is a missing value. Between semicolons or tabs,
+    ``1,5`` is 1.5; thousands separators are an error.
 
     Args:
         path: the file, in UTF-8.
-        columns: the columns to take, in this order. By default all that hold numbers (those where
-            more cells are text than numbers are left out), but not a first one that tells when:
-            text, or a name like date, time or year.
+        columns: the columns to take, in this order. By default all that hold numbers (those with
+            more text than numbers are skipped), except a first column of times: text, or a name
+            like date, time or year.
 
     Raises:
-        InputError: the file, the line and the column at fault.
+        InputError: names the file, the line and the column.
 
     >>> import pathlib, tempfile, cumulant as cm
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -90,29 +91,29 @@ def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = No
         if not chosen:
             raise InputError(f"{path}: no column holds numbers; the columns are {listed(names)}.")
     else:
-        places = {name: k for k, name in enumerate(names)}
-        if absent := [name for name in columns if name not in places]:
-            raise InputError(
-                f"{path} has no column {absent[0]!r}; its columns are {listed(names)}."
-            )
-        chosen = [places[name] for name in columns]
-        if len(set(chosen)) != len(chosen) or not chosen:
-            raise InputError(f"{path}: columns must name each column once, not {listed(columns)}.")
+        chosen = _chosen(cells, columns)
     comma = _decimal_comma(cells, chosen)
     rows = [[_number(cells, line, k, row[k], comma) for k in chosen] for line, row in cells.lines]
     labels = first if first_is_label and 0 not in chosen else None
     return Series(torch.tensor(rows, dtype=torch.float64), labels, [names[k] for k in chosen])
 
 
+def _chosen(cells: _Cells, columns: Sequence[str]) -> list[int]:
+    """Where the columns of these names are."""
+    path, places = cells.path, {name: k for k, name in enumerate(cells.names)}
+    if absent := [name for name in columns if name not in places]:
+        raise InputError(
+            f"{path} has no column {absent[0]!r}; its columns are {listed(cells.names)}."
+        )
+    chosen = [places[name] for name in columns]
+    if len(set(chosen)) != len(chosen) or not chosen:
+        raise InputError(f"{path}: columns must name each column once, not {listed(columns)}.")
+    return chosen
+
+
 def _read(path: Path) -> _Cells:
     """The cells of a file, checked to be a table."""
-    text = text_of(path)
-    if not text.strip():
-        raise InputError(f"{path} is empty.")
-    if not text.strip(' \t\r\n,;"'):
-        raise InputError(f"{path} holds empty cells only.")
-    if "\0" in text:
-        raise InputError(f"{path} holds NUL characters, so it is not a text file in UTF-8.")
+    text = _table_text(path)
     mark = _mark(path, text)
     rows = list(dropwhile(lambda row: not any(map(str.strip, row[1])), _rows(path, text, mark)))
     header = [x.strip() for x in rows[0][1]]
@@ -122,23 +123,36 @@ def _read(path: Path) -> _Cells:
             f"{path}: the first line must name the columns, but holds numbers: {shown}"
         )
     lines = _body(rows[1:], len(header))
-    if not lines:
-        raise InputError(f"{path} has a header but no rows.")
-    for n, row in lines:
-        if len(row) != len(header):
-            raise InputError(
-                f"{path}: line {n} has {counted(len(row), 'cell')}, but the header has "
-                f"{len(header)}."
-            )
+    _check_widths(path, lines, len(header))
     # A separator at the end of every line makes no column.
     kept = [k for k, x in enumerate(header) if k == 0 or x or any(row[k] for _, row in lines)]
     names = [header[k] or ("" if k == 0 else f"column {k + 1}") for k in kept]
-    seen = set[str]()
-    for name in names:
-        if name in seen:
-            raise InputError(f"{path}: two columns are called {name!r}; rename one.")
-        seen.add(name)
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise InputError(f"{path}: two columns are called {repeated[0]!r}; rename one.")
     return _Cells(path, mark, names, [(n, [row[k] for k in kept]) for n, row in lines])
+
+
+def _table_text(path: Path) -> str:
+    """The text of a file that holds more than separators."""
+    text = text_of(path)
+    if not text.strip():
+        raise InputError(f"{path} is empty.")
+    if not text.strip(' \t\r\n,;"'):
+        raise InputError(f"{path} holds empty cells only.")
+    if "\0" in text:
+        raise InputError(f"{path} holds NUL characters, so it is not a text file in UTF-8.")
+    return text
+
+
+def _check_widths(path: Path, lines: list[tuple[int, list[str]]], width: int) -> None:
+    if not lines:
+        raise InputError(f"{path} has a header but no rows.")
+    for n, row in lines:
+        if len(row) != width:
+            raise InputError(
+                f"{path}: line {n} has {counted(len(row), 'cell')}, but the header has {width}."
+            )
 
 
 def _rows(path: Path, text: str, mark: str) -> Iterator[tuple[int, list[str]]]:

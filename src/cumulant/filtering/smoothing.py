@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
 from cumulant.filtering import moments
 from cumulant.filtering.backward import backward
-from cumulant.filtering.model import gaussian_model
+from cumulant.filtering.frames import Labels, ModeNames, frame, state_columns
+from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import Posterior, gaussian_posterior, over_time, whole
 from cumulant.filtering.recursion import Belief
+
+if TYPE_CHECKING:
+    from cumulant.filtering.frames import DataFrame
 
 __all__ = ["Smoothed", "smooth"]
 
@@ -42,6 +46,16 @@ class Smoothed(Lazy):
     beliefs: tuple[Belief, ...]
     pairs: tuple[Tensor, ...]
     dtype: torch.dtype
+    labels: Labels | None = None
+
+    def to_pandas(self, names: ModeNames = None) -> DataFrame:
+        """Modes and states of each step as a data frame, under the index of the observations.
+
+        Args:
+            names: of the modes, or of modes and states as `read_model` returns them.
+        """
+        found = state_columns(names, self.mode_probabilities, self.mean, self.covariance)
+        return frame("to_pandas", found, self.labels, len(self.pairs))
 
     def __repr__(self) -> str:
         batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
@@ -91,14 +105,14 @@ class Smoothed(Lazy):
         return whole(self.beliefs[0])[1].to(self.dtype)
 
 
-def smooth(model: Any, post: Posterior) -> Smoothed:
+def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
     """Modes and states given the whole series (T25).
 
     For one mode, the smoother of Rauch, Tung and Striebel; with several, exact wherever the filter
     has not collapsed anything (GPB(k) for T <= k), and for models without a state.
 
     Args:
-        model: that made `post`.
+        model: the model that made `post`.
         post: from `filter` or `update`.
 
     >>> import torch, cumulant as cm
@@ -119,14 +133,15 @@ def smooth(model: Any, post: Posterior) -> Smoothed:
     if post.first > 0:
         raise InputError(
             "smooth: the posterior does not begin at the first step: it is a forecast, or has "
-            "forgotten its past (latest()). Smooth the whole one."
+            "forgotten its past (latest()). Smooth the whole posterior."
         )
     log_weights, message = post.beliefs[-1]
     beliefs, pairs = [Belief(log_weights, message[:2])], list[Tensor]()
     for pair, belief in backward(post):
         pairs.append(pair.log_weights)
         beliefs.append(belief)
-    return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), post.observations[0].dtype)
+    dtype = post.observations[0].dtype
+    return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), dtype, post.labels)
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a filter found, as rows of a table and as a summary of its modes."""
+"""Results of a filter as a table, and a summary of its modes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 from cumulant.core.files import write_file
-from cumulant.filtering.files import Names
+from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.model_files import Names
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.series import Series
 from cumulant.filtering.smoothing import Smoothed
 
-__all__ = ["Episode", "ModeSummary", "Table", "labels_of", "summarize", "table"]
+__all__ = [
+    "Episode",
+    "ModeSummary",
+    "RegimeChange",
+    "Table",
+    "compared",
+    "labels_of",
+    "summarize",
+    "table",
+]
 
 
 class Table(NamedTuple):
@@ -79,8 +89,51 @@ class ModeSummary(NamedTuple):
         }
 
 
+class RegimeChange(NamedTuple):
+    """A mode before and after a fit, by the parameters of its own that changed.
+
+    A parameter of one number is a number here, others are nested lists; ``stays`` is the
+    probability of staying in the mode.
+    """
+
+    name: str
+    start: dict[str, Any]
+    fitted: dict[str, Any]
+
+    def __str__(self) -> str:
+        parts = [f"{n} {_brief(x)} -> {_brief(self.fitted[n])}" for n, x in self.start.items()]
+        return f"{self.name}: {', '.join(parts) or 'unchanged'}"
+
+
+def compared(
+    start: SwitchingLinearGaussian, fitted: SwitchingLinearGaussian, names: Sequence[str]
+) -> list[RegimeChange]:
+    """What a fit made of each mode; modes of both models in the same order."""
+    before, after = _own(start), _own(fitted)
+    changed = [n for n, x in before.items() if not torch.equal(x, after[n].to(x))]
+    return [
+        RegimeChange(name, *({n: _plain(of[n][k]) for n in changed} for of in (before, after)))
+        for k, name in enumerate(names)
+    ]
+
+
+def _own(model: SwitchingLinearGaussian) -> dict[str, Tensor]:
+    """What belongs to single modes and is constant over time, mode first."""
+    given = {n: x.detach() for n, x in model.parameters.items()}
+    found = {n: x for n, x in given.items() if n in SHAPES and x.ndim == len(SHAPES[n]) + 1}
+    return found | ({"stays": given["transition"].diagonal()} if model.steps is None else {})
+
+
+def _plain(x: Tensor) -> Any:
+    return x.item() if x.numel() == 1 else x.tolist()
+
+
+def _brief(x: Any) -> str:
+    return f"{x:.4g}" if isinstance(x, float) else f"[{', '.join(map(_brief, x))}]"
+
+
 def labels_of(series: Series) -> list[str]:
-    """Labels of the steps: their numbers, from 1 on, if the file has none."""
+    """Labels of the steps; 1, 2, 3, ... if the file has none."""
     return series.labels or [str(t + 1) for t in range(len(series.values))]
 
 
@@ -101,41 +154,43 @@ def table(
     smoothed: Smoothed | None = None,
     forecast: Posterior | None = None,
 ) -> Table:
-    """One row for each step that was filtered, then one for each that is a forecast.
+    """One row for each filtered step, then one for each step of the forecast.
 
     Args:
-        series: that was filtered, or more of it.
+        series: the series that was filtered; it may be longer.
         names: of modes and states.
         post: from `filter`, of one series.
-        smoothed: from `smooth`; without it, its columns are left out.
-        forecast: from `forecast`; with it, a column tells which rows it made.
+        smoothed: from `smooth`; without it there are no smoothed columns.
+        forecast: from `forecast`; adds its rows, and a column that marks them.
     """
+    header = _header(series.names, names, smoothed is not None, forecast is not None)
+    labels, flag = labels_of(series), ["0"] if forecast else []
     seen = [[repr(v) if v == v else "" for v in row] for row in series.values.tolist()]
-    columns = ["step", "label", *(["forecast"] if forecast else [])]
-    taken = {*columns, "log_likelihood"}
-    columns += [f"observed {x}" if x in taken else x for x in series.names]
-    kinds = ["filtered", *(["smoothed"] if smoothed else [])]
-    columns += [f"P({m} | so far)" for m in names.modes]
-    columns += [f"P({m} | all)" for m in names.modes if smoothed]
-    columns += [f"{s} {kind} {w}" for kind in kinds for s in names.states for w in ("mean", "sd")]
-    columns += [f"{x} predicted {w}" for x in series.names for w in ("mean", "sd")]
-    columns.append("log_likelihood")
-    rows = _rows(post, smoothed)
-    flag = ["0"] if forecast else []
-    labels = labels_of(series)
-    out = [
-        [str(t + 1), labels[t], *flag, *seen[t], *row, *each]
-        for t, (row, each) in enumerate(zip(rows, _texts(post.step_log_likelihood), strict=True))
+    each = zip(_rows(post, smoothed), _texts(post.step_log_likelihood), strict=True)
+    rows = [
+        [str(t + 1), labels[t], *flag, *seen[t], *row, *own] for t, (row, own) in enumerate(each)
     ]
     if forecast is not None:
         blank = [""] * len(series.names)
-        # Past the last observation, what is known so far is all that is known.
+        # After the last observation, what is known so far is all that is known.
         more = _rows(forecast, forecast if smoothed else None)
-        out += [
+        rows += [
             [str(post.steps + h + 1), f"+{h + 1}", "1", *blank, *row, ""]
             for h, row in enumerate(more)
         ]
-    return Table(columns, out)
+    return Table(header, rows)
+
+
+def _header(observed: Sequence[str], names: Names, smoothed: bool, forecast: bool) -> list[str]:
+    columns = ["step", "label", *(["forecast"] if forecast else [])]
+    taken = {*columns, "log_likelihood"}
+    columns += [f"observed {x}" if x in taken else x for x in observed]
+    given = ["so far", *(["all"] if smoothed else [])]
+    columns += [f"P({m} | {what})" for what in given for m in names.modes]
+    kinds = ["filtered", *(["smoothed"] if smoothed else [])]
+    columns += [f"{s} {kind} {w}" for kind in kinds for s in names.states for w in ("mean", "sd")]
+    columns += [f"{x} predicted {w}" for x in observed for w in ("mean", "sd")]
+    return [*columns, "log_likelihood"]
 
 
 def _rows(post: Posterior, later: Posterior | Smoothed | None) -> list[list[str]]:
@@ -160,10 +215,12 @@ def episodes(probabilities: Tensor) -> list[list[Episode]]:
     return found
 
 
-def summarize(model: Any, names: Sequence[str], smoothed: Smoothed) -> list[ModeSummary]:
+def summarize(
+    model: SwitchingLinearGaussian, names: Sequence[str], smoothed: Smoothed
+) -> list[ModeSummary]:
     """Each mode's share of time, expected duration and episodes, given all observations."""
     shares: list[float] = smoothed.mode_probabilities.mean(0).tolist()
-    transition = model.transition
+    transition = model.parameters["transition"]
     durations: list[float | None] = [None] * len(names)
     if transition.ndim == 2:
         durations = [1 / (1 - p) if p < 1 else math.inf for p in transition.diagonal().tolist()]

@@ -66,7 +66,7 @@ def filterpy_imm(model: SwitchingLinearGaussian, series: Any) -> Any:
 
 def _filters(count: int, steps: int) -> tuple[Tensor, dict[str, Callable[[], object]]]:
     model = target()
-    y = sample(model, steps, (count,), seed=0).observations
+    y = sample(model, steps, (count,), generator=torch.Generator().manual_seed(0)).observations
     one = y[0].numpy()
     post, imm = filter(model, y[0], collapse="imm"), filterpy_imm(model, one)
     if abs(post.mode_probabilities[-1].numpy() - imm.mu).max() > 1e-6:

@@ -15,8 +15,8 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
 from cumulant.core.journal import Journal
 from cumulant.core.progress import Progress, ProgressCallback
-from cumulant.filtering.files import example_files, read_model
 from cumulant.filtering.filters import filter
+from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize

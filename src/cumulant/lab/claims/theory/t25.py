@@ -172,7 +172,8 @@ def rms(misses: Tensor) -> tuple[float, float]:
 def measure(trial: Trial) -> Found:
     """Two steps decide the formulas; eight compare the schemes."""
     model, steps = library(), trial.size(9, 8)
-    y = sample(model, steps, trial.size(400, 100), seed=trial.seed).observations[..., 0]
+    draws = torch.Generator().manual_seed(trial.seed)
+    y = sample(model, steps, trial.size(400, 100), generator=draws).observations[..., 0]
     exact = enumerated(y)
 
     # Eq. (8): the state in mode k at step 2, before its observation, mixed over the mode i before.

@@ -13,7 +13,7 @@ from cumulant.attention.inputs import Call, prepare
 from cumulant.core.checks import finite, numbers, real, require
 from cumulant.core.errors import InputError
 from cumulant.filtering import moments
-from cumulant.filtering.checks import semi_definite
+from cumulant.filtering.model_checks import semi_definite
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import LOG_ZERO, Belief, Message, branch
 
@@ -68,27 +68,27 @@ def attention_as_imm(
     x -> W_v x + N(0, Q): with m_i = W_v H_i and m = sum_i p(i|j) m_i, the mean is m and the
     covariance sum_i p(i|j) (W_v S_i W_v' + Q + (m_i - m)(m_i - m)').
 
-    What differs from the IMM is that the switching depends on the states. What the draft calls the
-    transition P(j|i) (eq. 12) is p(i|j), the mixing probability. The step runs on the transition
-    T_ij = p(i|j) / sum_j p(i|j) and modes pi_i = mean_j p(i|j), so that all next modes are equally
-    likely. It needs memory N^2 E; `cumulant.nn.MomentAttention` is for use in models.
+    Unlike in the IMM, the switching depends on the states. What the draft calls the transition
+    P(j|i) (eq. 12) is p(i|j), the mixing probability. The step uses the transition
+    T_ij = p(i|j) / sum_j p(i|j) and the modes pi_i = mean_j p(i|j), which make all next modes
+    equally likely. It takes memory N^2 E; use `cumulant.nn.MomentAttention` in models.
 
     Args:
         hidden: H, ``(*batch, N, E)``.
-        covariance: S, ``(*batch, N, E, E)``; zero if left out.
+        covariance: S, ``(*batch, N, E, E)``; zero by default.
         query_weight, key_weight: ``(d, E)`` as in ``nn.Linear``, or ``(heads, d, E)``.
         value_weight: ``(d_v, E)`` or ``(heads, d_v, E)``.
-        scale: 1/sqrt(d) if left out.
+        scale: 1/sqrt(d) by default.
         attn_mask: boolean (True = may attend) or added; broadcasts to ``(*batch, [heads,] N, N)``,
             [query, key]. A query that sees nothing has mean 0, covariance Q and no mixing.
         is_causal: query j sees tokens i <= j; not with `attn_mask`.
-        noise: Q, ``([heads,] d_v, d_v)``, or a number q for q I; zero if left out.
+        noise: Q, ``([heads,] d_v, d_v)``, or a number q for q I; zero by default.
 
     Raises:
-        InputError: shapes that do not fit together, or a covariance that is none.
+        InputError: shapes that do not fit together, or an invalid covariance.
 
     >>> import torch, torch.nn.functional as F
-    >>> from cumulant.filtering.attention import attention_as_imm
+    >>> from cumulant.filtering.attention_imm import attention_as_imm
     >>> x, (q, k, v) = torch.randn(5, 8), torch.randn(3, 8, 8)
     >>> out = attention_as_imm(x, query_weight=q, key_weight=k, value_weight=v)
     >>> attention = F.scaled_dot_product_attention(x @ q.mT, x @ k.mT, x @ v.mT)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.core.checks import broadcast, holds, require
 from cumulant.core.errors import InputError
 from cumulant.filtering import moments
-from cumulant.filtering.checks import real_numbers
+from cumulant.filtering.model_checks import real_numbers
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.filtering.roots import collapsed, frame_of, regular, triangular, update, valued
@@ -54,7 +54,7 @@ class _OverTime:
 
 
 def log_probability(p: Tensor) -> Tensor:
-    """log p. What is exactly zero is forbidden for good: it has no derivative."""
+    """log p. An entry that is exactly zero stays impossible: it has no derivative."""
     least = -1e-8 * torch.finfo(p.dtype).max  # far below any likelihood, and finite
     return torch.where(p > 0, p, 1.0).log().masked_fill(p <= 0, least)
 
@@ -70,7 +70,7 @@ def stationary(transition: Tensor) -> Tensor:
 
 def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> Tensor | None:
     """Inputs ``(*batch, steps, m)``, if the model takes them."""
-    m = model.input_dimension
+    m = model.input_size
     if m == 0 and inputs is None:
         return None
     if m == 0:
@@ -102,14 +102,14 @@ class GaussianBank:
         self, model: Any, observations: Tensor, inputs: Tensor | None = None, first: int = 0
     ) -> None:
         self.model, self.observations, self.inputs = model, observations, inputs
-        wide = model.state_dimension > 0 and not getattr(model, "functions", None)
+        wide = model.state_size > 0 and not getattr(model, "functions", None)
         self.dtype = torch.float64 if wide else observations.dtype
         self.first = first
         last = first + observations.shape[-2]
         if model.steps is not None and model.steps < last:
             raise InputError(
-                f"the model's parameters change over {model.steps} steps, but step {last} is asked "
-                "for: give parameters for all steps."
+                f"the model's parameters cover {model.steps} steps, but step {last} is needed: "
+                "give parameters for all steps."
             )
 
         self._log_transition = self._over_time("transition", 1).map(log_probability)
@@ -143,7 +143,7 @@ class GaussianBank:
         matrix = self._over_time(which, 2)
         noise = self._over_time(f"{which}_noise", 2).map(moments.symmetric)
         bias = self._steps(f"{which}_bias", 1)
-        size = model.state_dimension if which == "dynamics" else model.observation_dimension
+        size = model.state_size if which == "dynamics" else model.observation_size
         if bias is None:
             bias = torch.zeros(model.modes, size, dtype=kind, device=model.device)
         effect = self._steps(f"{which}_input", 2)
@@ -178,7 +178,7 @@ class GaussianBank:
         initial = initial.to(kind)
         mean, covariance = given["initial_mean"].to(kind), given["initial_covariance"].to(kind)
         alike = mean.ndim == 1 and covariance.ndim == 2
-        M, n = model.modes, model.state_dimension
+        M, n = model.modes, model.state_size
         batch = broadcast(
             "filter",
             observations=self.observations.shape[:-2],
@@ -251,7 +251,7 @@ class GaussianBank:
         it. At the end, a direction with far less variance than the coordinates counts as well: the
         next observation may pin them. Covariances that come with a root keep their digits.
         """
-        if len(beliefs[0].message) > 2 or not self.model.state_dimension:
+        if len(beliefs[0].message) > 2 or not self.model.state_size:
             return False
         each = [b.message[1].detach().diagonal(dim1=-2, dim2=-1) for b in beliefs]
         if len({x.shape for x in each}) > 1:

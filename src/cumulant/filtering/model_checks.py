@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, holds, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.filtering.frames import is_pandas, values_of
 
 __all__ = [
+    "generator_or",
     "initial_probabilities",
     "next_row",
     "one_class",
@@ -27,7 +30,7 @@ SLACK = 1e-5
 
 
 def sized(owner: str, name: str, x: Tensor, least: int) -> torch.Size:
-    """The shape of x, which must have so many dimensions."""
+    """The shape of x, which must have at least this many dimensions."""
     if x.ndim < least:
         raise InputError(
             f"{owner}: {name} must have at least {least} dimensions, but has shape "
@@ -132,10 +135,27 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
     )
 
 
+def generator_or(owner: str, generator: Any, seed: int | None) -> torch.Generator:
+    """The generator, or a new one: with this seed, or one that the global generator draws."""
+    if isinstance(generator, torch.Generator):
+        return generator
+    if generator is not None:
+        raise InputError(
+            f"{owner}: generator must be a torch.Generator, such as "
+            f"torch.Generator().manual_seed(0), not {generator!r}."
+        )
+    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
+    return torch.Generator().manual_seed(drawn)
+
+
 def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A dense real tensor; what is none yet takes on a dtype and a place."""
+    """A dense real tensor; arrays and lists become tensors of this dtype on this device."""
+    if is_pandas(x):
+        x = values_of(owner, name, x)
     if not isinstance(x, Tensor):
         try:
+            if isinstance(x, np.ndarray) and not x.flags.writeable:
+                x = x.copy()  # torch would warn, although nobody writes to it
             x = torch.as_tensor(x, device=device)
             x = x if x.is_complex() or x.dtype == torch.bool else x.to(dtype)
         except (TypeError, ValueError, RuntimeError):
@@ -165,7 +185,8 @@ def next_row(owner: str, y: Any, past: Tensor, shape: tuple[int, ...]) -> Tensor
 def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Tensor:
     """Observations ``(*batch, T, p)`` of the model's dtype, NaN where missing or past the end."""
     y = real_numbers(owner, "observations", observations, model.dtype, model.device)
-    p = model.observation_dimension
+    y = y[..., None] if is_pandas(observations) and y.ndim == 1 else y
+    p = model.observation_size
     if y.ndim < 2 or y.shape[-1] != p or y.shape[-2] < 1:
         hint = "; for a single number per step that is y[..., None]" if p == 1 else ""
         raise InputError(
@@ -205,7 +226,7 @@ def _cut(owner: str, y: Tensor, lengths: Any) -> Tensor:
     size = size.expand(y.shape[:-2])
     require(
         (size == size.round()) & (size >= 1) & (size <= T),
-        lambda: f"{owner}: lengths must be whole numbers from 1 to T = {T}.",
+        lambda: f"{owner}: lengths must be integers from 1 to T = {T}.",
     )
     past = torch.arange(T, device=y.device) >= size[..., None]
     return y.masked_fill(past[..., None], torch.nan)

@@ -47,13 +47,13 @@ def example_files() -> list[Path]:
 def read_model(path: str | os.PathLike[str]) -> ModelFile:
     """A `SwitchingLinearGaussian` from a TOML file, in double precision.
 
-    The keys are the model's arguments, as nested arrays, and ``names`` of the modes and ``states``
-    if wanted. With one state or one observation, a plain number stands for a 1 x 1 matrix, and a
-    plain list of numbers for one such matrix per mode. A file without any of dynamics, emission
-    and initial_mean is a model without a state, whose observations are emission_bias and noise.
+    The keys are the model's arguments, as nested arrays, and optionally ``names`` of the modes and
+    ``states``. With one state or one observation, a number stands for a 1 x 1 matrix, and a list of
+    numbers for one such matrix per mode. A file without dynamics, emission and initial_mean is a
+    model without a state: observations are emission_bias plus noise.
 
     Raises:
-        InputError: the file and the key at fault.
+        InputError: names the file and the key.
 
     >>> import pathlib, tempfile
     >>> text = '''
@@ -100,13 +100,13 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     modes = _names(path, "names", given.get("names"), "mode", model.modes)
-    states = _names(path, "states", given.get("states"), "state", model.state_dimension)
+    states = _names(path, "states", given.get("states"), "state", model.state_size)
     return ModelFile(model, Names(modes, states))
 
 
 def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, names: Names) -> Path:
     """A model and its names as a TOML file that `read_model` reads."""
-    listed = {"names": names.modes, "states": names.states if model.state_dimension else []}
+    listed = {"names": names.modes, "states": names.states if model.state_size else []}
     lines = [f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in listed.items() if x]
     for key, x in model.parameters.items():
         if x.numel():
