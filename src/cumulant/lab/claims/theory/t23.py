@@ -11,7 +11,7 @@ from torch import Tensor
 from cumulant import attend
 from cumulant.figures import COLORS, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap, relative, standard_error
+from cumulant.lab.claims.measuring import gap, median, relative, standard_error
 from cumulant.lab.claims.real import (
     NEEDS,
     Sublayer,
@@ -148,20 +148,17 @@ def measure(trial: Trial) -> Found:
         )
     ]
     ratios = [(f.value_output or 0.0) / (f.query_key or 1.0) for f in figures]
-
-    def median(name: str) -> float:
-        return float(torch.tensor([x[name] for x in lost]).median())
-
+    typical = {name: median([x[name] for x in lost]) for name in lost[0]}
     spread = torch.tensor(ratios)
     numbers = {
         "lens_gap": max(lens_gap(), *(x["rebuilt"] for x in lost)),
         "sensitivity_gap": max(gaps),
-        "query_key_identity": median("query_key"),
-        "uniform_weights": median("uniform"),
-        "value_output_identity": median("value_output"),
-        "one_head": median("heads"),
-        "no_feed_forward": median("feed_forward"),
-        "sensitivity_ratio": (spread.median(), standard_error(spread)),
+        "query_key_identity": typical["query_key"],
+        "uniform_weights": typical["uniform"],
+        "value_output_identity": typical["value_output"],
+        "one_head": typical["heads"],
+        "no_feed_forward": typical["feed_forward"],
+        "sensitivity_ratio": (median(spread), standard_error(spread)),
     }
     return Found(numbers, least=min(ratios), most=max(ratios), figures=figures, lost=lost)
 
