@@ -14,6 +14,7 @@ __all__ = [
     "fitted",
     "gap",
     "integrated",
+    "median",
     "minimized",
     "order",
     "pair_ratios",
@@ -34,6 +35,11 @@ def gap(ours: Any, truth: Any) -> float:
 def relative(ours: Tensor, truth: Tensor) -> float:
     """|ours - truth| / |truth|, Frobenius."""
     return float((ours - truth).norm() / truth.norm())
+
+
+def median(values: Tensor | Sequence[float]) -> float:
+    """The middle value; of an even count the mean of both (`torch.median` takes the lower one)."""
+    return float(torch.as_tensor(values, dtype=torch.float64).quantile(0.5))
 
 
 def standard_error(samples: Tensor) -> float:

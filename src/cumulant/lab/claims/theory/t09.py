@@ -13,7 +13,7 @@ from torch import Tensor
 from cumulant import Empirical, Gamma, Poisson, posterior
 from cumulant.figures import INK, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap, minimized
+from cumulant.lab.claims.measuring import gap, median, minimized
 
 CLAIM = Claim(
     id="T9",
@@ -98,7 +98,7 @@ def measure(trial: Trial) -> Found:
     bound = elbo(q, log_h, scores)
     kl = torch.tensor(special.rel_entr(q.numpy(), p.numpy()).sum(-1))
     numbers = {
-        "elbo_shortfall": (value - bound[:m]).median(),
+        "elbo_shortfall": median(value - bound[:m]),
         "elbo_excess": (bound - value).max(),
         "touching_gap": gap(elbo(h.probabilities(eta), log_h, scores), value),
         "shortfall_gap": gap(value - bound, kl),

@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant import Empirical, attend
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap
+from cumulant.lab.claims.measuring import gap, median
 
 CLAIM = Claim(
     id="T12",
@@ -124,7 +124,7 @@ def measure(trial: Trial) -> Found:
         "mask_gap": masked,
         "sink_gap": gap(atom, written),
         "scale_gap": gap(scaled, torch.logsumexp(q @ k.T / math.sqrt(d), -1)),
-        "log_g_total": doubled.median(),
+        "log_g_total": median(doubled),
     }
     worst = max(shared, masked, gap(atom, written))
     exact = torch.softmax(q @ k.T, -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cumulant import dynamics
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap, pair_ratios
+from cumulant.lab.claims.measuring import gap, median, pair_ratios
 
 CLAIM = Claim(
     id="T15",
@@ -106,7 +106,7 @@ def measure(trial: Trial) -> Found:
     shell, norm = F.normalize(directions, dim=-1) * WIDTH**0.5, dynamics.LayerNorm()
     inner, outer = 0.3 * shell, (1 + 2 * trial.uniform(60, 1)) * shell
     numbers = {
-        "set_covariance_gap": off.median(),
+        "set_covariance_gap": median(off),
         # Normalized tokens lie in a plane: two coordinates say all.
         "rejected": rejected(out[..., :2], draws),
         "inside_ratio": pair_ratios(inner, norm(inner)).max(),

@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant import Empirical, contrastive
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap
+from cumulant.lab.claims.measuring import gap, median
 
 SAMPLES = (2, 8, 32)
 
@@ -139,7 +139,7 @@ def measure(trial: Trial) -> Found:
     gaps = torch.stack([x for x, _ in machines])
     drawn, spread, low, error, predicted = sampled(trial, trial.size(400, 60)).mT
     numbers = {
-        "divergence_gap": gaps[:, 0].median(),
+        "divergence_gap": median(gaps[:, 0]),
         "contrast_gap": max(own for _, own in machines),
         "value_gap": value,
         "gradient_gap": slope,
@@ -156,7 +156,7 @@ def draw(figure: Any, seen: Any) -> None:
     left, right = figure.subplots(1, 2)
     short, error, predicted = seen.bias
     left.semilogy(range(1, 13), seen.gaps[:15].mT, color=series_color(1), linewidth=0.6, alpha=0.5)
-    left.semilogy(range(1, 13), seen.gaps.median(0).values, "o-", color=series_color(1), ms=4)
+    left.semilogy(range(1, 13), seen.gaps.quantile(0.5, 0), "o-", color=series_color(1), ms=4)
     left.set(xlabel="Gibbs sweeps", ylabel="relative error of the gradient")
     left.set_title("contrastive divergence")
     right.errorbar(SAMPLES, short, 2 * error, fmt="o", color=series_color(0), label="measured")

@@ -11,7 +11,7 @@ from cumulant import Empirical, Gaussian, GaussianMixture
 from cumulant.attention.calls import AttentionCall
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap
+from cumulant.lab.claims.measuring import gap, median
 from cumulant.lab.claims.real import NEEDS, Sublayer, split, sublayers
 from cumulant.lens.heads import Link, link
 
@@ -145,7 +145,7 @@ def measure(trial: Trial) -> Found:
         )
     ]
     affine_null, trained_null = (
-        max(float(flat([getattr(x, kind) for x in other]).median()) for other in others)
+        max(median(flat([getattr(x, kind) for x in other])) for other in others)
         for kind in ("linear", "trained")
     )
     solved = query_gap(layers[len(layers) // 2], trial, trial.size(48, 12))
@@ -153,14 +153,14 @@ def measure(trial: Trial) -> Found:
         "gaussian_link": gaussian_gap(trial),
         "query_link": solved,
         "gaussian_keys": linear_score(trial),
-        "trained_excess": (float(trained.median()) - trained_null, median_error(trained)),
-        "trained_map": trained.median(),
+        "trained_excess": (median(trained) - trained_null, median_error(trained)),
+        "trained_map": median(trained),
         "trained_null": trained_null,
-        "affine_map": (linear.median(), median_error(linear)),
+        "affine_map": (median(linear), median_error(linear)),
         "affine_null": affine_null,
     }
     counts = {"heads": len(linear), "tokens": tokens, "fewer": tokens // 2}
-    return Found(numbers, **counts, half=half.median(), found=found, trained=trained)
+    return Found(numbers, **counts, half=median(half), found=found, trained=trained)
 
 
 def draw(figure: Any, seen: Any) -> None:
