@@ -125,8 +125,11 @@ def _kinds(entries: Sequence[Shown]) -> list[tuple[Kind, int]]:
 
 def _evidence(entries: Sequence[Shown]) -> list[tuple[str, str, int]]:
     """The kinds of evidence there are: name, what it means, how many entries rest on it."""
-    amounts = {name: sum(e.evidence == name for e in entries) for name in EVIDENCE}
-    return [(name, EVIDENCE[name], amount) for name, amount in amounts.items() if amount]
+    rows = (
+        (name, meaning, sum(e.evidence == name for e in entries))
+        for name, meaning in EVIDENCE.items()
+    )
+    return [row for row in rows if row[2]]
 
 
 def _answer(parts: Parts, entries: Sequence[Shown]) -> dict[str, Any] | None:

@@ -80,7 +80,10 @@ def one_cloud(trial: Trial) -> tuple[dict[str, Tensor], Tensor, float]:
     Q, K, V = trial.normal(3, d, d) / d**0.5
     names = ("query_weight", "key_weight", "value_weight")
     general: dict[str, Any] = dict(zip(names, (Q, K, V), strict=True))
-    tied = {**general, "value_weight": K @ Q.mT}  # the value map is the score matrix
+    tied: dict[str, Any] = {
+        **general,
+        "value_weight": K @ Q.mT,
+    }  # the value map is the score matrix
     cases: tuple[dict[str, Any], ...] = ({}, {}, general, tied)
     found: dict[str, Tensor] = {}
     for case, weights in zip(CASES, cases, strict=True):
