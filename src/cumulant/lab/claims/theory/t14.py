@@ -80,7 +80,7 @@ def one_cloud(trial: Trial) -> tuple[dict[str, Tensor], Tensor, float]:
     Q, K, V = trial.normal(3, d, d) / d**0.5
     names = ("query_weight", "key_weight", "value_weight")
     general: dict[str, Any] = dict(zip(names, (Q, K, V), strict=True))
-    tied: dict[str, Any] = {
+    tied: dict[str, Any] = {**general, "value_weight": K @ Q.mT}  # value map = score matrix
         **general,
         "value_weight": K @ Q.mT,
     }  # the value map is the score matrix
