@@ -8,6 +8,7 @@ Two autograd Functions carry attention: `_Attention` here, which knows G, and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
