@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report check test test-all lint types fuzz site environment browser clean
+.PHONY: report check test test-all lint types fuzz sanitize site environment browser clean
 
 report: $(VENV)/installed
 	$(BIN)/cumulant report -o cumulant-report
@@ -58,11 +58,19 @@ ROUNDS ?= 500
 FUZZ = OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz
 fuzz: environment
 	$(FUZZ)/attention_calls.py --rounds $(ROUNDS)
+	$(FUZZ)/native_calls.py --rounds $(ROUNDS)
 	$(FUZZ)/results.py --rounds $(ROUNDS)
 	$(FUZZ)/interrupts.py --rounds $(ROUNDS)
 	$(FUZZ)/smoothing.py --rounds $(ROUNDS)
 	$(FUZZ)/csv_files.py --rounds $(ROUNDS)
 	$(FUZZ)/model_types.py
+
+# The compiled engine under AddressSanitizer and UBSan.
+SANITIZERS = $$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)
+sanitize: environment
+	$(BIN)/python hatch_build.py --sanitize build/sanitize
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 CUMULANT_NATIVE=build/sanitize \
+	  OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/kernels/test_native.py tests/fuzz/test_fuzz_native.py
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 # bfloat16 matrix product of torch's oneDNN). oneDNN reads this at its first use, and does without.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import cumulant as cm
 from cumulant.kernels import tiles
+from cumulant.kernels.engines import engines
 
 # The tier of a test, by the beginning of its path (CONTRIBUTING.md says what each covers).
 # Everything else is what `make check` runs.
@@ -84,3 +87,24 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(tiles, "SIDE", 3)
     monkeypatch.setattr(tiles, "iterate", iterate)
+
+
+# The tests of these folders run on every engine that can run on this machine.
+ON_EVERY_ENGINE = {"kernels", "attention", "laws"}
+
+
+def pytest_generate_tests(metafunc):
+    if (
+        "engine" in metafunc.fixturenames
+        and metafunc.definition.path.parent.name in ON_EVERY_ENGINE
+    ):
+        names = [name for name, status in engines().items() if status.available]
+        metafunc.parametrize("engine", names, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def engine(request):
+    """The name of the engine that computes, where the tests say one."""
+    name = getattr(request, "param", None)
+    with contextlib.nullcontext() if name is None else cm.engine(name):
+        yield name

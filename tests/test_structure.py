@@ -98,6 +98,7 @@ def test_public_surface():
         "differentiable",
         "distributed",
         "dynamics",
+        "engine",
         "filtering",
         "from_torch",
         "lens",

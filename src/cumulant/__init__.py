@@ -18,6 +18,7 @@ from cumulant.attention import (
 from cumulant.core.errors import ConvergenceError, GroupError, InputError, NoSolutionError
 from cumulant.core.outcome import Outcome
 from cumulant.core.renamed import moved
+from cumulant.kernels.engines import engine
 from cumulant.measures import (
     Bernoulli,
     Beta,
@@ -92,6 +93,7 @@ __all__ = [
     "differentiable",
     "distributed",
     "dynamics",
+    "engine",
     "filtering",
     "from_torch",
     "lens",

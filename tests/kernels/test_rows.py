@@ -410,7 +410,7 @@ def capped_functions(kind, names, *, entropy, cap=0.8, scale=1.7):
         if mask is not None:
             given["mask"] = mask
         out = attention(given, Options(scale, band, entropy=entropy))
-        return tuple(finite(x) for x in out if x is not None)
+        return tuple(finite(x) for x in out[:3] if x is not None)
 
     def oracle(*values):
         given = {**base, **dict(zip(names, values, strict=True))}

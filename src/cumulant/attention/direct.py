@@ -84,16 +84,23 @@ class Direct(Lazy):
         return self._call.finish(mean.expand(*batch, *mean.shape[-2:]))
 
     @kept
+    def _scalars(self) -> Moments:
+        """The entropy, without the mean that is there already."""
+        arguments = self._call.arguments
+        without = {**arguments, "value": arguments["value"][..., :0]}
+        return attention(without, replace(self._call.options, entropy=True))
+
+    def _entropic(self) -> Moments:
+        """The pass for the entropy, and for what an engine makes beside it."""
+        fresh = known(self, "_plain") is None or known(self, "_with_entropy") is not None
+        return self._with_entropy if fresh else self._scalars
+
+    @kept
     def entropy(self) -> Tensor:
-        if known(self, "_plain") is None:
-            done = self._with_entropy
-        else:  # mean and G are there already
-            arguments = self._call.arguments
-            without = {**arguments, "value": arguments["value"][..., :0]}
-            done = attention(without, replace(self._call.options, entropy=True))
-        if done.entropy is None:
+        done = self._entropic().entropy
+        if done is None:
             raise RuntimeError("the kernel did not return the entropy it was asked for")
-        return self._call.finish(done.entropy)
+        return self._call.finish(done)
 
     def _with_normalizer(self) -> dict[str, Tensor]:
         arguments = {n: x for n, x in self._measure.arguments.items() if n != "value"}
@@ -101,8 +108,9 @@ class Direct(Lazy):
 
     @kept
     def _score_mean(self) -> Tensor:
+        made = self._entropic().extras.get("score_mean")
         given, options = self._with_normalizer(), self._call.options
-        return expectation(formulas.score_mean, "score_mean", given, options)
+        return expectation(formulas.score_mean, "score_mean", given, options, value=made)
 
     @property
     def score_mean(self) -> Tensor:
@@ -110,9 +118,9 @@ class Direct(Lazy):
 
     @kept
     def score_variance(self) -> Tensor:
+        options, made = self._call.options, self._entropic().extras.get("score_variance")
         given = {**self._with_normalizer(), "score_mean": self._score_mean}
-        options = self._call.options
-        out = expectation(formulas.score_variance, "score_variance", given, options)
+        out = expectation(formulas.score_variance, "score_variance", given, options, value=made)
         return self._call.finish(out)
 
     @kept
@@ -130,7 +138,7 @@ class Direct(Lazy):
         features = value.shape[-1]
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         given["value"] = torch.cat([value, value * value], -1)
-        both, normalizer, _ = attention(given, self._measure.options)
+        both, normalizer, *_ = attention(given, self._measure.options)
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
         return self._call.finish(
             torch.cat([both[..., :features] + center, variance, normalizer], -1)

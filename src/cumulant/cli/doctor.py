@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from cumulant.core.files import write_file
 from cumulant.core.progress import Progress
 from cumulant.derivatives import DerivativeReport, check_derivatives
 from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
+from cumulant.kernels.engines import engines
 
 _STYLES = {"right": "green", "wrong": "bold red", "not supported": "yellow"}
 
@@ -104,11 +106,17 @@ def _installation(as_json: bool) -> None:
     versions = {"cumulant": __version__, "python": platform.python_version()}
     versions |= {n: metadata.version(n) for n in ("torch", "numpy", "scipy")}
     extras = _extras()
+    found = engines()
     if as_json:
-        typer.echo(json.dumps({"versions": versions, "missing": extras}, indent=2))
+        listed = {name: asdict(status) for name, status in found.items()}
+        told = {"versions": versions, "engines": listed, "missing": extras}
+        typer.echo(json.dumps(told, indent=2))
         return
     for name, version in versions.items():
         typer.echo(f"{name:<12}{version}")
+    for name, status in found.items():
+        state = f"runs, {status.instruction_set}: " if status.available else "missing: "
+        typer.echo(f"engine {name}".ljust(16) + state + status.why)
     for extra, absent in sorted(extras.items()):
         state = "installed" if not absent else f"missing {', '.join(absent)}"
         hint = "" if not absent else f"  (pip install 'cumulant[{extra}]')"

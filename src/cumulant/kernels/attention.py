@@ -2,15 +2,14 @@
 
 See docs/theory.md, T1, T7, T12.
 
-Two autograd Functions carry the library: `_Attention` here, which knows G, and the sum over tiles
-of ``tiles.py``, which given G does everything else. The derivative of the first is the second.
+Two autograd Functions carry attention: `_Attention` here, which knows G, and the sum over tiles of
+``tiles.py``, which given G does everything else. The derivative of the first is the second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,199 +18,42 @@ from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.kernels import formulas, fused
+from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX, with_scale
-from cumulant.kernels.merge import Pool
-from cumulant.kernels.ring import Ring
+from cumulant.kernels.streaming import EXTRAS, ORDER, Options, forward, grid_of
 from cumulant.kernels.tiles import (
     Arguments,
-    Band,
     Named,
     Program,
     Result,
-    Tile,
+    Shortcut,
     TileFunction,
     batch_first,
-    has_nan,
-    removes_keys,
     tile_sum,
-    walk,
 )
-from cumulant.kernels.workspace import Workspace
 
 __all__ = ["Moments", "Options", "attention", "expectation", "pullback", "pushforward"]
 
-_FORWARD_ORDER = ("mean", "log_normalizer", "entropy")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is fixed about a call: scale, which pairs may meet, dropout, entropy or not.
-
-    With a `ring`, keys and values are those of this rank, and attention is over those of all.
-    """
-
-    scale: float = 1.0
-    band: Band = Band()
-    dropout: float = 0.0
-    entropy: bool = False
-    ring: Ring | None = None
-
 
 class Moments(NamedTuple):
-    """E[v] ``(*batch, M, e)``, G and entropy ``(*batch, M, 1)``; entropy only where asked for."""
+    """E[v] ``(*batch, M, e)``, G and entropy ``(*batch, M, 1)``; entropy only where asked for.
+
+    `extras` are score mean, variance and maximum by name, without derivative, where the engine made
+    them with the entropy.
+    """
 
     mean: Tensor
     log_normalizer: Tensor
     entropy: Tensor | None
-
-
-class _Sums(NamedTuple):
-    """Unnormalized sums over some keys, relative to e^peak."""
-
-    peak: Tensor
-    mass: Tensor  # sum of p
-    weighted: Tensor  # sum of p v
-    heat: Tensor | None  # sum of p log2 p, where the entropy is wanted
-
-
-def _on_tile(tile: Tile, a: Arguments, options: Options, shift: bool) -> _Sums:
-    """The sums of one tile; `shift` takes each row's maximum as its peak."""
-    work = tile.work
-    s_mn = formulas.scores(tile, a, 1.0 if shift else formulas.LOG2_E)
-    peak = s_mn.new_zeros(1)
-    if shift:
-        peak = s_mn.amax(-1, keepdim=True)
-        peak.masked_fill_(peak == -math.inf, 0.0)
-        s_mn = work.scale(work.sub(s_mn, peak), formulas.LOG2_E)
-    p_mn = work.exp2(s_mn, fresh=options.entropy)
-    weighted = formulas.dropped(tile, a, options.dropout, p_mn) @ a["value"]
-    if "broken" in a:  # values that are not finite reach the rows that give them weight
-        weighted.masked_fill_((p_mn > 0).to(weighted.dtype) @ a["broken"] > 0, math.nan)
-    mass, heat = formulas.row_sum(p_mn), None
-    if options.entropy:
-        heat = formulas.row_sum(work.mul(formulas.bounded(tile, a, s_mn), p_mn))
-    return _Sums(peak, mass, weighted, heat)
-
-
-def _add(first: _Sums, second: _Sums) -> _Sums:
-    """Sums relative to the same peak simply add."""
-    heat = None
-    if first.heat is not None and second.heat is not None:
-        heat = first.heat.add_(second.heat)
-    mass, weighted = first.mass.add_(second.mass), first.weighted.add_(second.weighted)
-    return _Sums(first.peak, mass, weighted, heat)
-
-
-def _normalize(sums: _Sums) -> list[Tensor]:
-    """(mean, G, entropy) from the sums."""
-    mass = sums.mass.masked_fill(sums.mass == 0, 1.0)
-    log_mass = mass.log2()
-    normalizer = sums.peak + log_mass / formulas.LOG2_E
-    out = [sums.weighted.div_(mass), normalizer.masked_fill_(sums.mass == 0, -math.inf)]
-    if sums.heat is not None:
-        out.append(((log_mass - sums.heat / mass) / formulas.LOG2_E).clamp_min_(0.0))
-    return out
-
-
-def _grid(arguments: Named) -> tuple[int, int]:
-    return arguments["query"].shape[-2], arguments["key"].shape[-2]
-
-
-def scores_are_small(options: Options, arguments: Named) -> bool:
-    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
-    if "bias" in arguments:
-        return False
-    if 0 in (arguments["query"].numel(), arguments["key"].numel()):
-        return True
-    longest = (torch.linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
-    return abs(options.scale) * math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
-
-
-def _stream(options: Options, arguments: Named) -> list[Tensor]:
-    """(mean, G, entropy), merging tiles of keys one after another."""
-    query, value = arguments["query"], arguments["value"]
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-    m, n = _grid(arguments)
-    # With a band some rows may have no tile; otherwise every row is written below.
-    unwritten = not options.band.open or n == 0
-    make = query.new_zeros if unwritten else query.new_empty
-    mean, entropy = make((*batch, m, value.shape[-1])), make((*batch, m, 1))
-    normalizer = query.new_full((*batch, m, 1), -math.inf)
-    results = [mean, normalizer, entropy][: 3 if options.entropy else 2]
-    if 0 in (*batch, m, n):
-        return results
-    shift = not scores_are_small(options, arguments)
-    with Workspace.lease(query) as work:
-        for where, tiles in walk(arguments, INDEX, (m, n), options.band, work):
-            pending: _Sums | None = None
-            done: list[Tensor] | None = None
-            for tile, cut in tiles:
-                cut["query"] = cut["query"] * options.scale
-                sums = _on_tile(tile, cut, options, shift)
-                if shift:
-                    part = _normalize(sums)
-                    done = part if done is None else _merge(done, part)
-                else:
-                    pending = sums if pending is None else _add(pending, sums)
-            if pending is not None:
-                done = _normalize(pending)
-            if done is not None:
-                for result, x in zip(results, done, strict=True):
-                    result[where] = x
-    return results
-
-
-def _merge(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    pool = Pool([first[1], second[1]])
-    if len(first) == 2:
-        (mean,) = pool.means([first[0], second[0]])
-        return [mean, pool.log_normalizer()]
-    mean, surprise = pool.means([first[0], second[0]], pool.surprises([first[2], second[2]]))
-    return [mean, pool.log_normalizer(), pool.entropy(surprise)]
-
-
-def _guarded(arguments: Named) -> Arguments:
-    """The same call arranged so that no NaN or infinity meets a weight of exactly zero."""
-    out = dict(arguments)
-    value = arguments["value"]
-    finite = value.isfinite()
-    out["value"] = value.masked_fill(~finite, 0.0)
-    out["broken"] = (~finite).to(value.dtype)
-    if "bias" in arguments:
-        seen = arguments["bias"] != -math.inf
-        out["mask"] = arguments["mask"] & seen if "mask" in arguments else seen
-    return out
-
-
-def _around(options: Options, ring: Ring, arguments: Named) -> list[Tensor]:
-    """The same over the keys of all ranks, block by block."""
-    still = {n: x for n, x in arguments.items() if "j" not in INDEX[n]}
-    out: list[Tensor] | None = None
-    moving = {n: x for n, x in arguments.items() if n not in still}
-    for block in ring.blocks(moving, still.get("origin")):
-        band = options.band.shifted(block.before - ring.queries_before)
-        here = replace(options, band=band, ring=None)
-        part = _forward(here, {**still, **block.arguments})
-        out = part if out is None else _merge(out, part)
-    return out or []
-
-
-def _forward(options: Options, arguments: Named) -> list[Tensor]:
-    if options.ring is not None:
-        return _around(options, options.ring, arguments)
-    done = None if options.entropy else fused.forward(arguments, options.scale, options.band)
-    out = _stream(options, arguments) if done is None else list(done)
-    if removes_keys(arguments, options.band) and has_nan(out):
-        # A hidden key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
-        out = _stream(options, _guarded(arguments))
-    return out
+    extras: Mapping[str, Tensor]
 
 
 # What a part of a row has to be told about the whole.
-_KNOWN = frozenset(("log_normalizer", "mean", "entropy", "score_mean"))
+_KNOWN = frozenset(("log_normalizer", "mean", "entropy", "score_mean", "known"))
 
 # So many pairs are the most for one strip; thinner ones than 128 rows starve the matrix products.
 _LARGEST_STRIP = 2**22
+
 
 # Up to this |G| parts of rows are as precise in float32 as whole ones.
 _SMALL_NORMALIZER = 16.0
@@ -227,7 +69,7 @@ def _rows(options: Options, arguments: Named) -> dict[str, Any]:
     """
     if options.ring is not None:
         return {"ring": options.ring}
-    m, n = _grid(arguments)
+    m, n = grid_of(arguments)
     if min(m, 128) * n > _LARGEST_STRIP and _parts_are_precise(arguments["log_normalizer"]):
         return {}
     return {"whole_rows": True, "fixed": _KNOWN}
@@ -247,19 +89,39 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
     """Tangents of (mean, G, entropy), all in the tile function: torch disables forward mode around
     plain operations here, so only Functions keep the tangents of outer levels.
     """
-    names = _FORWARD_ORDER[: 3 if options.entropy else 2]
+    names = ORDER[: 3 if options.entropy else 2]
     moving = names if tangents.keys() - {"value"} else ("mean",)
     program = Program(
         function=with_scale(partial(formulas.pushforward, rate=options.dropout), options.scale),
         indices={**INDEX, **{"tangent " + n: INDEX[n] for n in tangents}},
         results=tuple(Result(n, "i", tuple(arguments[n].shape)) for n in moving),
-        grid=_grid(arguments),
+        grid=grid_of(arguments),
         band=options.band,
+        run=_asking("tangent", options),
         pull=None if options.ring else partial(_reverse_over_forward, options=options),
         **_rows(options, arguments),
     )
     out = tile_sum(program, {**arguments, **{"tangent " + n: t for n, t in tangents.items()}})
     return [out[n] if n in out else torch.zeros_like(arguments[n]) for n in names]
+
+
+def _asking(question: str, options: Options, kept: Named | None = None) -> Shortcut:
+    """What is tried before the tiles: what is known already, the compiled engine, torch's own."""
+
+    def run(program: Program, arguments: Named) -> Arguments | None:
+        out = None
+        if kept is not None:
+            out = _kept_gradient(program, arguments)
+            arguments = {n: x for n, x in arguments.items() if not n.startswith("kept ")}
+        if out is None and (engine := compiled()) is not None:
+            ask = {"tangent": engine.tangent, "gradient": engine.gradient}
+            answer = ask.get(question, engine.curvature)
+            out = answer(program, arguments, scale=options.scale, rate=options.dropout)
+        if out is None and question == "gradient" and kept is None:
+            out = _fused_backward(program, arguments, options=options)
+        return out
+
+    return run
 
 
 def _fused_backward(program: Program, arguments: Named, *, options: Options) -> Arguments | None:
@@ -321,10 +183,11 @@ def _curvature(
         function=with_scale(function, options.scale),
         indices=indices,
         results=results,
-        grid=_grid(arguments),
+        grid=grid_of(arguments),
         band=options.band,
         whole_rows=True,
         fixed=_KNOWN,
+        run=_asking("curvature", options),
     )
     return tile_sum(program, given)
 
@@ -352,7 +215,7 @@ def _reverse_over_reverse(
     results = results_of(arguments, [n for n in needed if n in (*_PRIMAL, *_COTANGENTS)])
     if not results:
         return {}
-    seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
+    seeds = _bare(ORDER, arguments, "cotangent")
     return _curvature(options, arguments, seeds, cotangents, results)
 
 
@@ -362,9 +225,9 @@ def _forward_over_reverse(
     """The Jacobian-vector product of the first gradient."""
     if "cotangent entropy" in arguments or "cap" in arguments:
         return None
-    seeds = _bare(_FORWARD_ORDER, arguments, "cotangent")
+    seeds = _bare(ORDER, arguments, "cotangent")
     directions = {n: tangents[n] for n in _PRIMAL if n in tangents}
-    moved = _bare(_FORWARD_ORDER, tangents, "cotangent")
+    moved = _bare(ORDER, tangents, "cotangent")
     return _curvature(options, arguments, seeds, directions, program.results, moved=moved)
 
 
@@ -417,9 +280,9 @@ def pullback(
         results=tuple(
             Result(n, INDEX[n], (shapes or {}).get(n, tuple(arguments[n].shape))) for n in wanted
         ),
-        grid=_grid(arguments),
+        grid=grid_of(arguments),
         band=options.band,
-        run=partial(_fused_backward, options=options) if kept is None else _kept_gradient,
+        run=_asking("gradient", options, kept),
         # The shortcuts of second order need whole rows, which a ring never holds.
         pull=None if options.ring else partial(_reverse_over_reverse, options=options),
         push=None if options.ring else partial(_forward_over_reverse, options=options),
@@ -436,24 +299,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(options: Options, names: tuple[str, ...], *tensors: Tensor) -> Any:
         with torch.autocast(tensors[0].device.type, enabled=False):
-            return tuple(_forward(options, dict(zip(names, tensors, strict=True))))
+            return tuple(forward(options, dict(zip(names, tensors, strict=True))))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         options, names, *tensors = inputs
-        ctx.options, ctx.names = options, names
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        ctx.options, ctx.names, ctx.extras = options, names, len(output[3:])
+        ctx.mark_non_differentiable(*output[3:])
+        ctx.save_for_backward(*tensors, *output[:3])
+        ctx.save_for_forward(*tensors, *output[:3])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def _saved(ctx: Any) -> Arguments:
-        names = (*ctx.names, *_FORWARD_ORDER[: 3 if ctx.options.entropy else 2])
+        names = (*ctx.names, *ORDER[: 3 if ctx.options.entropy else 2])
         return dict(zip(names, ctx.saved_tensors, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        cotangents = {n: g for n, g in zip(_FORWARD_ORDER, grads, strict=False) if g is not None}
+        cotangents = {n: g for n, g in zip(ORDER, grads[:3], strict=False) if g is not None}
         wanted = tuple(
             name
             for name, needed in zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
@@ -467,7 +331,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *grads: Any) -> Any:
         tangents = {n: t for n, t in zip(ctx.names, grads[2:], strict=True) if t is not None}
-        return tuple(pushforward(ctx.options, _Attention._saved(ctx), tangents))
+        out = pushforward(ctx.options, _Attention._saved(ctx), tangents)
+        return (*out, *(None,) * ctx.extras)
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -491,7 +356,8 @@ def attention(arguments: Mapping[str, Tensor], options: Options = Options()) -> 
     dropout).
     """
     out = _Attention.apply(options, tuple(arguments), *arguments.values())
-    return Moments(out[0], out[1], out[2] if options.entropy else None)
+    extras: dict[str, Tensor] = {n: x for n, x in zip(EXTRAS, out[3:], strict=False)}  # noqa: C416
+    return Moments(out[0], out[1], out[2] if options.entropy else None, extras)
 
 
 @eager
@@ -502,15 +368,30 @@ def expectation(
     options: Options,
     *,
     width: int = 1,
+    value: Tensor | None = None,
 ) -> Tensor:
-    """A further row of `width` per query, given G: one of ``formulas``' functions over tiles."""
+    """A further row of `width` per query, given G: one of ``formulas``' functions over tiles.
+
+    `value` is the result, where it is known already and only its derivatives are not.
+    """
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     program = Program(
         function=with_scale(function, options.scale),
-        indices=INDEX,
+        indices={**INDEX, "known": "i"},
         results=(Result(name, "i", (*batch, arguments["query"].shape[-2], width)),),
-        grid=_grid(arguments),
+        grid=grid_of(arguments),
         band=options.band,
+        run=_known_value,
         **_rows(options, arguments),
     )
+    if value is not None:
+        arguments = {**arguments, "known": value}
     return tile_sum(program, arguments)[name]
+
+
+def _known_value(program: Program, arguments: Named) -> Arguments | None:
+    (result,) = program.results
+    known = arguments.get("known")
+    return (
+        {result.name: known.clone()} if known is not None and known.shape == result.shape else None
+    )

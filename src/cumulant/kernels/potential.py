@@ -25,9 +25,10 @@ from cumulant.kernels.attention import (
     pullback,
     pushforward,
     results_of,
-    scores_are_small,
 )
+from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX
+from cumulant.kernels.streaming import scores_are_small
 from cumulant.kernels.tiles import (
     Arguments,
     Named,
@@ -64,6 +65,12 @@ def _batch(arguments: Named) -> torch.Size:
     return torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
 
 
+def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
+    if (engine := compiled()) is None:
+        return None
+    return engine.potential(arguments, {r.name: r.shape for r in program.results})
+
+
 class _Potential(torch.autograd.Function):
     """G, and the gradient of its sum, kept for the backward pass."""
 
@@ -81,6 +88,7 @@ class _Potential(torch.autograd.Function):
             grid=_grid(arguments),
             area=_AREA,
             whole_rows=True,
+            run=_compiled_potential,
         )
         with torch.autocast(tensors[0].device.type, enabled=False):
             out = evaluate(program, arguments)

@@ -18,6 +18,7 @@ from torch import Tensor
 from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
+from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX, LOG2_E, row_sum, with_scale
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate
 
@@ -50,13 +51,17 @@ def summarize(
     """
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
-    widths = dict.fromkeys(
+    widths: dict[str, int] = dict.fromkeys(
         ("log_normalizer", "entropy", "score_variance", "visible", "fisher_trace"), 1
     )
     widths |= dict.fromkeys(("coverage", "top", "top_weight"), 1) if order else {}
     steps = min(LANCZOS_STEPS, arguments["key"].shape[-1])
     widths |= {"lanczos": 2 * steps} if spectrum else {}
     widths |= {"marked": arguments["marks"].shape[-1]} if "marks" in arguments else {}
+    # Moments about a typical key cancel less; hidden keys are no part of any sum.
+    key = arguments["key"]
+    arguments = {**arguments, "center": key.mean(-2, keepdim=True)}
+    out = _compiled(arguments, options, widths, mass)
     function = partial(_summary, order=order, spectrum=spectrum, mass=mass)
     program = Program(
         function=with_scale(function, options.scale),
@@ -66,9 +71,7 @@ def summarize(
         band=options.band,
         whole_rows=True,
     )
-    # Moments about a typical key cancel less; hidden keys are no part of any sum.
-    key = arguments["key"]
-    out = evaluate(program, {**arguments, "center": key.mean(-2, keepdim=True)})
+    out = evaluate(program, arguments) if out is None else out
     # A strip of queries outside the band has no tile.
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
     if spectrum:
@@ -79,6 +82,19 @@ def summarize(
         roots = [largest_root(x[..., :steps], x[..., steps:]) for x in some]
         out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1)
     return out
+
+
+def _compiled(
+    arguments: Arguments, options: Options, widths: Mapping[str, int], mass: float
+) -> Arguments | None:
+    if (engine := compiled()) is None or 0 in arguments["key"].shape:
+        return None
+    start = None
+    if "lanczos" in widths:
+        start = _start(arguments["key"] - arguments["center"]).unsqueeze(-2)
+    return engine.statistics(
+        arguments, widths, scale=options.scale, band=options.band, mass=mass, start=start
+    )
 
 
 def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: float) -> Arguments:
@@ -154,19 +170,25 @@ class _About(NamedTuple):
     trace: Tensor
 
 
-def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
-    """The tridiagonal matrix of Lanczos' method for Cov[k] of every row: diagonal, then beside it.
+def _start(k_nd: Tensor) -> Tensor:
+    """A unit vector ``(..., d)`` near the leading direction of all keys.
 
-    A product Cov[k] u = E[x <x, u>] - E[x] <E[x], u>, x = k - origin, is two matrix products with
-    the weights at hand, so no covariance is formed. It starts near the leading direction of all
-    keys; a little of another keeps it from being orthogonal to the one that is sought.
+    A little of another keeps it from being orthogonal to the one that is sought.
     """
     square = (k_nd.mT @ k_nd).nan_to_num(0.0, 0.0, 0.0)
     start = torch.linalg.eigh(square).eigenvectors[..., -1]
     other = torch.cos(torch.arange(start.shape[-1], device=start.device) ** 2.0).to(start.dtype)
     start = start + 0.1 * other / torch.linalg.vector_norm(other)
-    v_md = start.unsqueeze(-2).expand_as(about.mean)
-    v_md = v_md / torch.linalg.vector_norm(v_md, dim=-1, keepdim=True)
+    return start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)
+
+
+def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
+    """The tridiagonal matrix of Lanczos' method for Cov[k] of every row: diagonal, then beside it.
+
+    A product Cov[k] u = E[x <x, u>] - E[x] <E[x], u>, x = k - origin, is two matrix products with
+    the weights at hand, so no covariance is formed.
+    """
+    v_md = _start(k_nd).unsqueeze(-2).expand_as(about.mean)
     t_mn = tile.work.matmul(v_md, k_nd.mT)
     previous, beside = torch.zeros_like(v_md), torch.zeros_like(about.inverse)
     rounding = 32 * torch.finfo(p_mn.dtype).eps * about.trace

@@ -12,6 +12,7 @@ from torch import Tensor
 from cumulant.core.eager import eager
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
+from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.tiles import walk
 from cumulant.kernels.workspace import Workspace
@@ -31,6 +32,14 @@ class Largest:
 @torch.no_grad()
 def largest(arguments: Mapping[str, Tensor], options: Options = Options(), k: int = 1) -> Largest:
     """The `k` keys of the largest scores, bias included, for every query; without derivative."""
+    if k == 1 and (engine := compiled()) is not None:
+        given = {n: x for n, x in arguments.items() if n not in ("value", "seed")}
+        fields = ("score_max", "top")
+        done = engine.forward(
+            given, scale=options.scale, band=options.band, rate=0.0, fields=fields
+        )
+        if done is not None:
+            return Largest(done["score_max"], done["top"].long())
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     query, key = arguments["query"], arguments["key"]
     m, n = query.shape[-2], key.shape[-2]

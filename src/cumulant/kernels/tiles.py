@@ -147,6 +147,7 @@ class Product(NamedTuple):
 
 TileFunction = Callable[[Tile, Arguments], Arguments]
 AddingFunction = Callable[[Tile, Arguments], Mapping[str, Tensor | Product]]
+Shortcut = Callable[["Program", Named], Arguments | None]
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,11 @@ class Program:
     """A function of one tile, and how its arguments and results are indexed.
 
     `function` maps the tile's arguments to contributions, already summed over the tile's own
-    queries (index "j"), keys ("i") or neither ("ij"); it must be written in operations that
-    torch.func can differentiate. `whole_rows` asks for tiles that span all keys. `fixed` names
-    arguments that change nothing but the rounding, such as a shift of the scores of a row: they
-    have no derivative. `run`, `pull` and `push` are optional shortcuts for the value and for the
-    vector-Jacobian and Jacobian-vector products; they return ``None`` when they do not apply. With
-    a `ring` the keys here are those of this rank alone, and the sum is over the keys of all.
+    queries (index "j"), keys ("i") or neither ("ij"), in operations that torch.func differentiates.
+    `whole_rows` asks for tiles that span all keys. `fixed` names arguments that change only the
+    rounding, such as a shift of a row's scores: they have no derivative. `run`, `pull` and `push`
+    are shortcuts for the value, the vector-Jacobian and the Jacobian-vector product; they return
+    ``None`` when they do not apply. With a `ring` the keys are this rank's, the sum is over all.
     """
 
     function: AddingFunction
@@ -179,7 +179,7 @@ class Program:
     area: int = 2**20
     whole_rows: bool = False
     fixed: frozenset[str] = frozenset()
-    run: Callable[[Program, Named], Arguments | None] | None = None
+    run: Shortcut | None = None
     pull: Callable[[Program, Named, Named, Sequence[str]], Arguments | None] | None = None
     push: Callable[[Program, Named, Named], Arguments | None] | None = None
     ring: Ring | None = None

@@ -1,0 +1,275 @@
+"""The questions of ``engines.py`` answered in C++: tensors go in as addresses and strides.
+
+Every function returns ``None`` where the library does not take the call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cumulant.kernels.native.library import Kernel, library
+from cumulant.kernels.tiles import Arguments, Band, Named, Program
+
+__all__ = ["curvature", "forward", "gradient", "potential", "statistics", "tangent"]
+
+# The numbers are those of `Slot` in problem.hpp.
+_SLOTS = {
+    name: number
+    for number, name in enumerate(
+        (
+            *("query", "key", "value", "bias", "mask", "query_tag", "key_tag", "seed", "cap"),
+            *("along query", "along key", "along value", "along bias"),
+            *("cotangent mean", "cotangent log_normalizer", "cotangent entropy"),
+            *("marks", "start"),
+            *("mean", "log_normalizer", "entropy", "score_mean", "score_variance"),
+            *("score_max", "top"),
+            *("to query", "to key", "to value", "to bias"),
+            *("to cotangent mean", "to cotangent log_normalizer"),
+            *("visible", "coverage", "top_weight", "fisher_trace", "lanczos", "marked"),
+            *("received", "center"),
+        )
+    )
+}
+_MEASURE = frozenset(_SLOTS) & {
+    *("query", "key", "value", "bias", "mask", "query_tag", "key_tag", "seed", "cap"),
+}
+_KINDS = {torch.float32: "f32", torch.float64: "f64"}
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MOST_BATCH = 8
+_MOST_KEYS = 2**17  # of rows that are kept whole
+_OPEN = 2**60
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    return library().kernel(name)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Zeros that autograd makes without storage, and lazy signs, become numbers."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype)
+    return x.resolve_neg()
+
+
+def _taken(arguments: Named) -> Arguments | None:
+    """The arguments with storage of their own, or ``None`` if some cannot be read from C++."""
+    query = arguments["query"]
+    if query.dtype not in _KINDS or query.ndim - 2 > _MOST_BATCH:
+        return None
+    out: Arguments = {}
+    for name, x in arguments.items():
+        if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
+            return None
+        if x.numel() == 0 and x.shape[-1] != 0:
+            return None
+        if name in ("query_tag", "key_tag"):
+            if x.is_floating_point():
+                return None
+            x = x.to(torch.int64)
+        elif name not in ("mask", "seed") and x.dtype != query.dtype:
+            return None
+        out[name] = _plain(x)
+    empty = query.shape[-1] == 0 or 0 in arguments["key"].shape
+    return None if empty or query.shape[-2] == 0 else out
+
+
+def _ask(
+    kernel: str,
+    arguments: Named,
+    results: Named,
+    batch: tuple[int, ...],
+    *,
+    scale: float,
+    band: Band,
+    rate: float = 0.0,
+    steps: int = 0,
+) -> None:
+    """Run a kernel on tensors of equal rank, named by their slots; it writes the results."""
+    query, key = arguments["query"], arguments["key"]
+    value, tag = arguments.get("value"), arguments.get("query_tag", arguments.get("marks"))
+    words = [
+        len(batch),
+        query.shape[-2],
+        key.shape[-2],
+        query.shape[-1],
+        steps if value is None else value.shape[-1],
+        0 if tag is None else tag.shape[-1],
+        -_OPEN if band.lower is None else max(-_OPEN, band.lower),
+        _OPEN if band.upper is None else min(_OPEN, band.upper),
+        torch.get_num_threads(),
+        len(arguments) + len(results),
+        *batch,
+    ]
+    for group in (arguments, results):
+        for name, x in group.items():
+            words += (_SLOTS[name], x.data_ptr())
+            words += [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    packed = array("q", words)
+    run = _kernel(f"{kernel}_{_KINDS[query.dtype]}")
+    if run(packed.buffer_info()[0], scale, rate):
+        raise MemoryError(f"the compiled engine ran out of memory in {kernel}")
+
+
+def _batch(arguments: Named, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()), *shapes))
+
+
+_ROWS = ("entropy", "score_mean", "score_variance", "score_max", "top")
+
+
+def forward(
+    arguments: Named, *, scale: float, band: Band, rate: float, fields: tuple[str, ...]
+) -> Arguments | None:
+    """Mean and G, and of entropy, score mean, variance, maximum and its key those in `fields`."""
+    if arguments.keys() - _MEASURE or (a := _taken(arguments)) is None:
+        return None
+    batch, query = _batch(a), a["query"]
+    if 0 in batch:
+        return None
+    out = {n: query.new_empty((*batch, query.shape[-2], 1)) for n in ("log_normalizer", *fields)}
+    if "value" in a:
+        out["mean"] = query.new_empty((*batch, query.shape[-2], a["value"].shape[-1]))
+    _ask("forward", a, out, batch, scale=scale, band=band, rate=rate)
+    return out
+
+
+def _program(program: Program, arguments: Named, renamed: Mapping[str, str]) -> Arguments | None:
+    """The arguments of a program over whole rows by their slots; G and means are not needed."""
+    if not program.whole_rows or program.grid[1] > _MOST_KEYS:
+        return None
+    given = {
+        renamed.get(n, n): x
+        for n, x in arguments.items()
+        if n not in ("log_normalizer", "mean", "entropy")
+    }
+    return None if given.keys() - _SLOTS.keys() else _taken(given)
+
+
+_ALONG = ("query", "key", "value", "bias")
+
+
+def tangent(program: Program, arguments: Named, *, scale: float, rate: float) -> Arguments | None:
+    """Tangents of (mean, G, entropy)."""
+    a = _program(program, arguments, {f"tangent {n}": f"along {n}" for n in _ALONG})
+    if a is None:
+        return None
+    batch = _batch(a)
+    if any(r.shape[:-2] != batch for r in program.results):
+        return None
+    out = {r.name: a["query"].new_empty(r.shape) for r in program.results}
+    _ask("tangent", a, out, batch, scale=scale, band=program.band, rate=rate)
+    return out
+
+
+def _gradients(
+    kernel: str, program: Program, a: Named, *, scale: float, rate: float
+) -> Arguments | None:
+    """Run a kernel whose results are gradients: per query in full, per key summed as they come."""
+    shapes = [r.shape[:-2] for r in program.results]
+    batch = _batch(a, *shapes)
+    if 0 in batch:
+        return None
+    out: Arguments = {}
+    for r in program.results:
+        if "j" in r.index:
+            out[f"to {r.name}"] = a["query"].new_zeros(r.shape)
+        else:
+            out[f"to {r.name}"] = a["query"].new_empty((*batch, *r.shape[-2:]))
+    _ask(kernel, a, out, batch, scale=scale, band=program.band, rate=rate)
+    return {r.name: out[f"to {r.name}"].sum_to_size(r.shape) for r in program.results}
+
+
+def gradient(program: Program, arguments: Named, *, scale: float, rate: float) -> Arguments | None:
+    """Gradients of (mean, G, entropy) for their cotangents."""
+    a = _program(program, arguments, {})
+    return None if a is None else _gradients("gradient", program, a, scale=scale, rate=rate)
+
+
+def curvature(program: Program, arguments: Named, *, scale: float, rate: float) -> Arguments | None:
+    """The gradient of <cotangents, J directions>, plus J' moved."""
+    if "cap" in arguments:
+        return None
+    moved = {n.replace("moved", "cotangent", 1): x for n, x in arguments.items() if "moved" in n}
+    rest = {n: x for n, x in arguments.items() if "moved" not in n}
+    a = _program(program, rest, {f"second {n}": f"along {n}" for n in _ALONG})
+    if a is None:
+        return None
+    out: Arguments = {}
+    if any(n.startswith("along ") for n in a):
+        done = _gradients("curvature", program, a, scale=scale, rate=rate)
+        if done is None:
+            return None
+        out = done
+    if moved:
+        primal = tuple(r for r in program.results if r.name in _ALONG)
+        still = {n: x for n, x in a.items() if n in _MEASURE}
+        here = Program(program.function, program.indices, primal, program.grid, program.band)
+        given = _taken({**still, **moved})
+        more = given and _gradients("gradient", here, given, scale=scale, rate=rate)
+        if more is None:
+            return None
+        out = {
+            r.name: out[r.name] + more[r.name] if r.name in out else more[r.name] for r in primal
+        }
+    zeros = (r for r in program.results if r.name not in out)
+    return out | {r.name: a["query"].new_zeros(r.shape) for r in zeros}
+
+
+def potential(arguments: Named, shapes: Mapping[str, tuple[int, ...]]) -> Arguments | None:
+    """G, and the gradient of its sum over the queries."""
+    if arguments.keys() - _MEASURE or (a := _taken(arguments)) is None:
+        return None
+    batch, query = _batch(a), a["query"]
+    if 0 in batch or a["key"].shape[-2] > _MOST_KEYS:
+        return None
+    rows = (*batch, query.shape[-2])
+    a["cotangent log_normalizer"] = query.new_ones(1).expand(*rows, 1)
+    out = {
+        "log_normalizer": query.new_empty((*rows, 1)),
+        "to query": query.new_empty((*rows, query.shape[-1])),
+        "to key": query.new_zeros(shapes["key"]),
+    }
+    _ask("gradient", a, out, batch, scale=1.0, band=Band())
+    return {
+        "log_normalizer": out["log_normalizer"],
+        "query": out["to query"].sum_to_size(shapes["query"]),
+        "key": out["to key"],
+    }
+
+
+def statistics(
+    arguments: Named,
+    widths: Mapping[str, int],
+    *,
+    scale: float,
+    band: Band,
+    mass: float,
+    start: Tensor | None,
+) -> Arguments | None:
+    """Statistics of whole rows, each of its width; ``center`` are the keys from which moments are.
+
+    `start` is where Lanczos' method starts, ``(*batch, 1, d)``, if ``lanczos`` is asked for.
+    """
+    names = _MEASURE | {"marks", "center"}
+    if {"value", "seed", "query_tag"} & arguments.keys() or arguments.keys() - names:
+        return None
+    key, center = arguments["key"], arguments["center"]
+    moved = key - center
+    given = {**arguments, "center": torch.cat([moved, moved.square().sum(-1, keepdim=True)], -1)}
+    if start is not None:
+        given["start"] = start
+    if (a := _taken(given)) is None or key.shape[-2] > _MOST_KEYS:
+        return None
+    batch, query = _batch(a), a["query"]
+    if 0 in batch:
+        return None
+    out = {n: query.new_empty((*batch, query.shape[-2], width)) for n, width in widths.items()}
+    steps = widths.get("lanczos", 0) // 2
+    _ask("statistics", a, out, batch, scale=scale, band=band, rate=mass, steps=steps)
+    return out
