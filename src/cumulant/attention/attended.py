@@ -149,7 +149,8 @@ class Attended(Lazy):
 
     def __repr__(self) -> str:
         shape, kind = tuple(self._source.shape), str(self._dtype).removeprefix("torch.")
-        known = [n for n in FIELDS if any(name == n for name, _ in self._kept)]
+        settled = isinstance(self._source, Settled)
+        known = [n for n in FIELDS if settled or any(name == n for name, _ in self._kept)]
         return f"Attended(mean {shape} {kind}; computed: {', '.join(known) or 'nothing yet'})"
 
     def __copy__(self) -> Attended:
