@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import finite, real, require
+from cumulant.core.checks import broadcasts_to, finite, real, require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Snapshot
 from cumulant.distributed.ranks import Ranks
@@ -422,17 +422,13 @@ class Memory:
             # Held as they would be saved, in the precision the memory was made with.
             new = finite(owner, f"{name} as {kind}", got[name].to(stored.device, kind))
             new = new.to(stored.dtype)
-            fits = new.shape[-1] == stored.shape[-1] and new.ndim <= stored.ndim
-            try:
-                new = new.expand(*stored.shape[:-2], *new.shape[-2:])
-            except RuntimeError:
-                fits = False
-            if not fits:
+            sets = stored.shape[:-2]
+            if new.shape[-1] != stored.shape[-1] or not broadcasts_to(new.shape[:-2], sets):
                 raise InputError(
                     f"{owner}: {name} must have shape (*sets, n, {stored.shape[-1]}) like the "
                     f"stored {tuple(stored.shape)}, but have {tuple(got[name].shape)}."
                 )
-            out.append(new)
+            out.append(new.expand(*sets, *new.shape[-2:]))
         return out[0], out[1]
 
 
