@@ -10,11 +10,12 @@ from torch import Tensor
 from cumulant.figures import INK, series_color
 from cumulant.filtering import SwitchingLinearGaussian, filter, sample
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap
+from cumulant.lab.claims.measuring import gap, standard_error
 
 # Two modes that the observations leave open; dynamics W, b, Q and emission C, R of each.
 TRANSITION = torch.tensor([[0.85, 0.15], [0.35, 0.65]], dtype=torch.float64)
 INITIAL = torch.tensor([0.6, 0.4], dtype=torch.float64)
+DRAWS = 10  # sets of series, whose spread is the error
 W, B, Q, C, R = torch.tensor(
     [[0.9, -0.5], [0.5, -1.5], [0.2, 1.5], [1.0, 0.8], [1.0, 2.0]], dtype=torch.float64
 )
@@ -164,16 +165,20 @@ def library() -> SwitchingLinearGaussian:
 
 
 def rms(misses: Tensor) -> tuple[float, float]:
-    """Root mean square and its standard error, by the delta method from the squares' spread."""
-    value = float(misses.square().mean().sqrt())
-    return value, float(misses.square().std() / (2 * value * len(misses) ** 0.5))
+    """Root mean square and its standard error, from the spread over repeated draws.
+
+    A few series make most of it, so the squares of a single draw say too little of its error.
+    """
+    each = misses.unflatten(0, (DRAWS, -1)).square().mean(-1).sqrt()
+    return float(misses.square().mean().sqrt()), standard_error(each)
 
 
 def measure(trial: Trial) -> Found:
     """Two steps decide the formulas; eight compare the schemes."""
     model, steps = library(), trial.size(9, 8)
     draws = torch.Generator().manual_seed(trial.seed)
-    y = sample(model, steps, trial.size(400, 100), generator=draws).observations[..., 0]
+    series = DRAWS * trial.size(400, 100)
+    y = sample(model, steps, series, generator=draws).observations[..., 0]
     exact = enumerated(y)
 
     # Eq. (8): the state in mode k at step 2, before its observation, mixed over the mode i before.
