@@ -29,8 +29,8 @@ CLAIM = Claim(
     "before it moves.",
     correction="The mixture for mode k has the weights P(k|i) πᵢ, not πᵢ as in eq. (8); with an "
     "observation its likelihood under each pair of modes enters these weights and the mode "
-    "message, where eq. (5) leaves it out. The last k modes, on which GPB(k) conditions, are "
-    "A^(t−k+2:t+1), not A^(t−k:t+1).",
+    "message, where eq. (5) leaves it out.",
+    slips=("The last k modes, on which GPB(k) conditions, are A^(t−k+2:t+1), not A^(t−k:t+1).",),
     source="message passing draft, eqs. (5) to (8)",
     formula=r"P(A_t = i \mid A_{t+1} = k, o) \propto \pi_i \, P(k \mid i)\, L_{ik}(o), \qquad "
     r"P(A_{t+1} = k \mid o) \propto \sum_i \pi_i \, P(k \mid i)\, L_{ik}(o)",
