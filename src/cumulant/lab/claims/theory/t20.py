@@ -48,9 +48,9 @@ CLAIM = Claim(
         changing_recalled: the same with changing patterns
         changing_rise: largest rise of the energy with changing patterns, β = 0.7, least of the sets
     """),
-    bounds="A difference of 0.3 in recall is over ten standard errors in a quick run: dynamics that "
-    "differ everywhere would reach it at every β. Two dynamics end alike if they differ by less "
-    "than a tenth, and apart if at some β one recalls at least half of the patterns more.",
+    bounds="A difference of 0.3 in recall is over ten standard errors in a quick run: dynamics "
+    "that differ everywhere would reach it at every β. Two dynamics end alike if they differ by "
+    "less than a tenth, and apart if at some β one recalls at least half of the patterns more.",
     finding="The first step is the same. At β between {region_low:g} and {region_high:g} fixed "
     "patterns recall at least 80% of the noisy patterns and changing ones at most half "
     "({fixed_recalled:.0%} and {changing_recalled:.0%} at β = 0.7, where the energy of changing "
