@@ -48,6 +48,7 @@ def test_entry_can_be_shown(claim):
     for path in claim.tests:
         assert (ROOT / path).is_file(), path
     assert claim.tests or claim.id[0] != "T"
+    assert claim.bounds or claim.evidence == "identity"
 
 
 @pytest.mark.parametrize("name", ["T1", "T14", "T19", "T24", "T33"])

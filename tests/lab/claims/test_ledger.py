@@ -367,6 +367,16 @@ def test_the_callers_settings_do_not_matter():
         torch.set_default_dtype(torch.float32)
 
 
+def test_slips_are_their_own_list_and_bounds_are_explained():
+    keeper = [fake("a", slips=("eq. (1) prints b",)), fake("c", bounds="c is large")]
+    rows = [run(claim, quick=True).as_dict() for claim in keeper]
+    page = markdown({"version": "1", "seed": 0, "quick": True, "claims": rows})
+    assert page.endswith("which change no claim.\n\n- [a](#a): eq. (1) prints b\n")
+    assert "*Slip.* eq. (1) prints b" in page.split("## c")[0]
+    assert "*Bounds.* c is large" in page.split("## c")[1]
+    assert "Correction" not in page
+
+
 def test_tally():
     rows = [{"verdict": v} for v in (HOLDS, HOLDS, CORRECTED, FAILS, OPEN, OPEN)]
     assert tally(rows) == (

@@ -405,6 +405,7 @@ def test_the_ledger_marks_filters_and_opens(browser, page):
     assert "empirical" in texts(browser, "#T29 summary")[0]
     browser.click("document.querySelector('#ledger-controls [data-evidence=identity]')")
     assert browser.run(visible) == ["T32"]
+    assert texts(browser, "#slips ~ ul li") == ["T1: Eq. (1) prints b."]
     # A link opens its claim, whatever the filter.
     browser.click("document.querySelector('#answer a[href=\"#T17\"]')")
     assert len(browser.run(visible)) == 8

@@ -231,6 +231,8 @@ class Claim:
         caption: what the picture shows.
         size: of the picture, in inches.
         correction: what the draft's form lacks, in words, where it lacks something.
+        slips: misprints and wrong names in the draft, which leave what it claims as it is.
+        bounds: why the bounds are where they are, if not for rounding.
         systems: the names under which this claim is known elsewhere.
         tests: files with tests of the law itself, from the root of the repository.
         needs: packages beyond the core that the experiment imports.
@@ -250,6 +252,8 @@ class Claim:
     caption: str = ""
     size: tuple[float, float] = (7.0, 3.0)
     correction: str = ""
+    slips: tuple[str, ...] = ()
+    bounds: str = ""
     systems: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -125,6 +125,8 @@ class Entry:
             "finding": self.finding,
             "statement": about.statement,
             "correction": about.correction,
+            "slips": list(about.slips),
+            "bounds": about.bounds,
             "source": about.source,
             "formula": about.formula,
             "systems": list(about.systems),

@@ -174,7 +174,9 @@ def markdown(ledger: Mapping[str, Any]) -> str:
         "Every claim of *A Probabilistic Interpretation of Transformers* (Shim, arXiv 2205.01080) "
         "and its drafts, and every system they lean on, as an experiment. A verdict follows from "
         "the numbers below it: numbers of the *statement* as the draft makes it, of its "
-        "*correction*, and *controls* without which the experiment would mean nothing.",
+        "*correction*, and *controls* without which the experiment would mean nothing. Bounds on "
+        "gaps are what rounding, quadrature or a solver's tolerance leaves; other bounds are "
+        "explained where they stand.",
         "",
         f"Made by `cumulant claims{flags}`, version {ledger['version']}: {tally(rows)}.",
         "",
@@ -191,6 +193,10 @@ def markdown(ledger: Mapping[str, Any]) -> str:
     ]
     for row in rows:
         lines += ["", *_section(row)]
+    slips = [f"- [{row['id']}](#{row['id'].lower()}): {x}" for row in rows for x in row["slips"]]
+    if slips:
+        says = "Misprints and wrong names in the drafts, which change no claim."
+        lines += ["", "## Slips", "", says, "", *slips]
     return "\n".join(lines) + "\n"
 
 
@@ -202,6 +208,7 @@ def _section(row: Row) -> list[str]:
         lines[-1] += f" Known as: {', '.join(row['systems'])}."
     if row["correction"]:
         lines += ["", f"*Correction.* {row['correction']}"]
+    lines += [line for slip in row["slips"] for line in ("", f"*Slip.* {slip}")]
     if row["finding"]:
         lines += ["", row["finding"]]
     for trouble in ("crash", "not_run"):
@@ -213,6 +220,8 @@ def _section(row: Row) -> list[str]:
             f"| {cell(x['says'])} (`{x['name']}`) | {measured(x)} | {bound(x)} | {x['form']} |"
             for x in row["numbers"]
         ]
+        if row["bounds"]:
+            lines += ["", f"*Bounds.* {row['bounds']}"]
     if row["caption"]:
         lines += ["", f"![{row['caption']}]({FIGURES}/{row['id']}.svg)", "", f"*{row['caption']}*"]
     if row["tests"]:

@@ -65,6 +65,8 @@ class Shown:
     source: str
     formula: str
     correction: str
+    slips: list[str]
+    bounds: str
     finding: str
     systems: str
     tests: list[str]
@@ -97,6 +99,8 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         source=str(row["source"]),
         formula=mathml(str(row["formula"])) if row["formula"] else "",
         correction=str(row["correction"] or ""),
+        slips=[str(slip) for slip in row.get("slips", ())],
+        bounds=str(row.get("bounds", "")),
         finding=_powers(str(row["finding"] or "")),
         systems=", ".join(map(str, row["systems"])),
         tests=[str(path) for path in row["tests"]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,7 @@ def render(parts: Parts) -> str:
         "entries": entries,
         "kinds": _kinds(entries),
         "evidence": _evidence(entries),
+        "slips": [(e.id, slip) for e in entries for slip in e.slips],
         "tally": ", ".join(kind.counted(amount) for kind, amount in _kinds(entries)),
         "departures": [e.id for e in entries if e.departs],
         "answer": _answer(parts, entries),
@@ -125,11 +127,8 @@ def _kinds(entries: Sequence[Shown]) -> list[tuple[Kind, int]]:
 
 def _evidence(entries: Sequence[Shown]) -> list[tuple[str, str, int]]:
     """The kinds of evidence there are: name, what it means, how many entries rest on it."""
-    rows = (
-        (name, meaning, sum(e.evidence == name for e in entries))
-        for name, meaning in EVIDENCE.items()
-    )
-    return [row for row in rows if row[2]]
+    amounts = Counter(e.evidence for e in entries)
+    return [(name, says, amounts[name]) for name, says in EVIDENCE.items() if amounts[name]]
 
 
 def _answer(parts: Parts, entries: Sequence[Shown]) -> dict[str, Any] | None:

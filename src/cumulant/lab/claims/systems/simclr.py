@@ -24,6 +24,8 @@ CLAIM = Claim(
     source="main draft, section 1; exponential family draft, after eq. (7); Chen et al. (2020)",
     formula=r"\ell_{ij} = -\log \frac{\exp\left(\operatorname{sim}(z_i, z_j)/\tau\right)}"
     r"{\sum_{k \ne i} \exp\left(\operatorname{sim}(z_i, z_k)/\tau\right)}",
+    bounds="Two random points on the circle have a squared distance of 2: views count as aligned "
+    "at a tenth of it, as uniform if uniformity is within 0.1 of the uniform law's.",
     recorded="holds",
     systems=("SimCLR",),
     tests=("tests/contrastive/test_info_nce.py",),

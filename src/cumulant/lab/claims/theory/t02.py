@@ -21,8 +21,7 @@ CLAIM = Claim(
     statement="If h is itself a member of an exponential family that has x among its statistics, "
     "tilting adds η to the natural parameter of x, and the gradient of G is the mean of that "
     "member.",
-    correction="The theorem holds as stated. The first line of eq. (1) in its proof misprints η₁ "
-    "+ η₂ for η₁ + η; the second line is right.",
+    slips=("The first line of eq. (1) prints η₁ + η₂ for η₁ + η; the second line is right.",),
     source="proofs draft, Theorem 1b and eq. (1), (2)",
     formula=r"h(x) = p_0(x \mid \eta_1, \eta_2) \quad\Rightarrow\quad "
     r"\nabla G(\eta) = E_{x \sim p_0(x \mid \eta_1 + \eta,\, \eta_2)}[x]",

@@ -19,27 +19,29 @@ CLAIM = Claim(
     id="T9",
     title="The log-normalizer as evidence",
     evidence="identity",
-    statement="Seen as an unnormalized law, a joint has a log-normalizer that is known as the "
-    "evidence lower bound. With KL between unnormalized measures the same problem ends in e^G, "
-    "the sum of exponentials.",
-    correction="The log-normalizer is the log-evidence itself. The ELBO of any q bounds it from "
-    "below, with gap KL(q‖p_η), and reaches it at q = p_η alone.",
+    statement="Seen as an unnormalized law, a joint has the log-evidence for its log-normalizer, "
+    "which the evidence lower bound reaches at the tilted law. With KL between unnormalized "
+    "measures the same problem ends in e^G, the sum of exponentials.",
+    slips=(
+        "The draft calls the log-normalizer the evidence lower bound. It is the log-evidence "
+        "itself; the ELBO of any q bounds it from below and reaches it at q = p_η alone.",
+    ),
     source="main draft, section 2.3",
     formula=r"G(\eta) \;\ge\; E_q \langle x, \eta\rangle - \operatorname{KL}(q \| h) \;=\; "
     r"G(\eta) - \operatorname{KL}(q \| p_\eta)",
-    recorded="holds with a correction",
+    recorded="holds",
     systems=("variational free energy (ELBO)",),
     tests=("tests/laws/test_duality.py",),
     rules=table("""
       statement:
-        elbo_shortfall ≤ 1e-8: nats by which the ELBO of a random q is below G
-      correction:
         elbo_excess ≤ 1e-12: how far the ELBO of any q exceeds G
         touching_gap ≤ 1e-12: G less the ELBO at q = p_η
         shortfall_gap ≤ 1e-11: G − ELBO against KL(q‖p_η)
         evidence_gap ≤ 1e-10: log evidence against quadrature
         bayes_excess ≤ 1e-10: how far gamma laws q exceed that
         unnormalized_gap ≤ 1e-7: Σh − e^G against L-BFGS-B's minimum
+      noted:
+        elbo_shortfall: nats by which the ELBO of a random q is below G, median
     """),
     finding="No ELBO exceeds G, that of p_η meets it to rounding, and the rest is KL(q‖p_η) to "
     "{shortfall_gap:.0e}. A random q stays {elbo_shortfall:.1f} nats below.",

@@ -10,11 +10,12 @@ from torch import Tensor
 from cumulant.figures import INK, series_color
 from cumulant.filtering import SwitchingLinearGaussian, filter, sample
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import gap
+from cumulant.lab.claims.measuring import gap, standard_error
 
 # Two modes that the observations leave open; dynamics W, b, Q and emission C, R of each.
 TRANSITION = torch.tensor([[0.85, 0.15], [0.35, 0.65]], dtype=torch.float64)
 INITIAL = torch.tensor([0.6, 0.4], dtype=torch.float64)
+DRAWS = 10  # sets of series, whose spread is the error
 W, B, Q, C, R = torch.tensor(
     [[0.9, -0.5], [0.5, -1.5], [0.2, 1.5], [1.0, 0.8], [1.0, 2.0]], dtype=torch.float64
 )
@@ -28,8 +29,8 @@ CLAIM = Claim(
     "before it moves.",
     correction="The mixture for mode k has the weights P(k|i) πᵢ, not πᵢ as in eq. (8); with an "
     "observation its likelihood under each pair of modes enters these weights and the mode "
-    "message, where eq. (5) leaves it out. The last k modes, on which GPB(k) conditions, are "
-    "A^(t−k+2:t+1), not A^(t−k:t+1).",
+    "message, where eq. (5) leaves it out.",
+    slips=("The last k modes, on which GPB(k) conditions, are A^(t−k+2:t+1), not A^(t−k:t+1).",),
     source="message passing draft, eqs. (5) to (8)",
     formula=r"P(A_t = i \mid A_{t+1} = k, o) \propto \pi_i \, P(k \mid i)\, L_{ik}(o), \qquad "
     r"P(A_{t+1} = k \mid o) \propto \sum_i \pi_i \, P(k \mid i)\, L_{ik}(o)",
@@ -164,16 +165,20 @@ def library() -> SwitchingLinearGaussian:
 
 
 def rms(misses: Tensor) -> tuple[float, float]:
-    """Root mean square and its standard error, by the delta method from the squares' spread."""
-    value = float(misses.square().mean().sqrt())
-    return value, float(misses.square().std() / (2 * value * len(misses) ** 0.5))
+    """Root mean square and its standard error, from the spread over repeated draws.
+
+    A few series make most of it, so the squares of a single draw say too little of its error.
+    """
+    each = misses.unflatten(0, (DRAWS, -1)).square().mean(-1).sqrt()
+    return float(misses.square().mean().sqrt()), standard_error(each)
 
 
 def measure(trial: Trial) -> Found:
     """Two steps decide the formulas; eight compare the schemes."""
     model, steps = library(), trial.size(9, 8)
     draws = torch.Generator().manual_seed(trial.seed)
-    y = sample(model, steps, trial.size(400, 100), generator=draws).observations[..., 0]
+    series = DRAWS * trial.size(400, 100)
+    y = sample(model, steps, series, generator=draws).observations[..., 0]
     exact = enumerated(y)
 
     # Eq. (8): the state in mode k at step 2, before its observation, mixed over the mode i before.

@@ -27,9 +27,9 @@ CLAIM = Claim(
     "hidden states their expected statistics, the value matrix the linear transition. The modes "
     "are uniform and attention gives their transition.",
     correction="Eq. (12) normalizes over the previous index i, so it is IMM's mixing probability "
-    "P(i|j), not the transition P(j|i); it also prints a further factor σ̃ = 1/M, with which "
-    "nothing sums to one. Uniform modes fit doubly stochastic weights; in general π is A's Perron "
-    "vector, and π ∝ eᴳ where scores are symmetric.",
+    "P(i|j), not the transition P(j|i). Uniform modes fit doubly stochastic weights; in general π "
+    "is A's Perron vector, and π ∝ eᴳ where scores are symmetric.",
+    slips=("Eq. (12) prints a further factor σ̃ = 1/M, with which nothing sums to one.",),
     source="message passing draft, eqs. (12) to (14)",
     formula=r"p(i \mid j) = \frac{e^{\langle \mu_i, \eta_j\rangle}}{\sum_{i'} "
     r"e^{\langle \mu_{i'}, \eta_j\rangle}} = P(A_t = i \mid A_{t+1} = j), \qquad "

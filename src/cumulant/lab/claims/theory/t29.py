@@ -21,8 +21,11 @@ CLAIM = Claim(
     evidence="empirical",
     statement="The query and key matrices provide a linear approximation of the canonical link, "
     "which takes the expected statistic of a token to its natural parameter.",
-    correction="Where eq. (15) writes f(η) it must read f(μ): the link takes means to natural "
-    "parameters. It exists inside the hull of the keys only, so it is taken at attention outputs.",
+    slips=("Eq. (15) writes f(η) for f(μ): the link takes means to natural parameters.",),
+    bounds="The link exists only inside the hull of the keys, so it is taken at attention outputs. "
+    "A map counts as the link's approximation if the trained weights explain at least half of the "
+    "variance (R² 0.5) more than queries that were never trained for these keys; it is refuted if "
+    "they explain no more than those.",
     source="message passing draft, eq. (15)",
     formula=r"\eta_i = f(\mu_i) = (\nabla G)^{-1}(\mu_i) \approx \mu_i W_q W_k^\top",
     recorded="open",

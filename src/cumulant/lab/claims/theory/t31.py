@@ -32,6 +32,9 @@ CLAIM = Claim(
     source="proofs draft, end of §B; Arora et al. 2016",
     formula=r"\log p(w) \approx \frac{\lVert v_w \rVert^2}{2d} - \log Z, \qquad "
     r"\log\frac{p(w, w')}{p(w)\,p(w')} \approx \frac{\langle v_w, v_{w'}\rangle}{d}",
+    bounds="A law holds if both sides correlate by at least 0.9, as they do by 0.95 in a corpus "
+    "drawn from the model itself, and is refuted below 0.3. Z counts as constant if it varies by "
+    "5% or less over directions.",
     recorded="does not hold in general",
     systems=("random walk of a context vector (Arora et al. 2016)",),
     tests=("tests/lens/test_partition.py",),
