@@ -67,7 +67,7 @@ template <class T> struct Adder {
     const int64_t row = b.z.tensor[TO_BIAS].row, column = b.z.tensor[TO_BIAS].column;
     for (int k = 0; k < c; k++)
       for (int l = 0; l < b.n; l++) {
-        const T x = ds[k * b.W + l] * (own ? own[l] : T(1));
+        const T x = ds[k * b.W + l] * own[l];
         if (column == 0) row_sums[l] += x;
         else out[(b.first + l) * row + (j + k) * column] += x;
       }
@@ -140,7 +140,7 @@ template <class T> static void tangent(const Problem& z) {
     const int W = b.W;
     const int64_t keys = b.to - b.from;
     T *p = b.lanes(keys), *t = moves ? b.lanes(keys) : nullptr, *y = heat ? b.lanes(keys) : nullptr;
-    T *slope = scores.capped() ? b.lanes(KEYS) : nullptr, *mean = b.zeros(z.e), *tilt = b.zeros(1), *hot = b.zeros(1);
+    T *slope = scores.capped() ? b.lanes(KEYS) : nullptr, *mean = b.zeros(z.e), *tilt = b.zeros(1), *rest = b.zeros(1), *hot = b.zeros(1);
     auto at = [&](T* x, int64_t j) { return x + (j - b.from) * W; };
     b.tiles([&](int64_t j, int c) {
       scores.tile(at(p, j), j, c, nullptr, slope);
@@ -151,7 +151,7 @@ template <class T> static void tangent(const Problem& z) {
     b.tiles([&](int64_t j, int c) {
       for (int l = 0; l < W; l += LANES<T>) {
         const Vec<T> peak = load(rows.peak + l);
-        Vec<T> mass = load(rows.mass + l), sum = load(tilt + l);
+        Vec<T> mass{}, sum{};  // a tile's own: long sums of small numbers lose digits
         T *x = at(p, j) + l, *u = moves ? at(t, j) + l : nullptr, *v = heat ? at(y, j) + l : nullptr;
         for (int k = 0; k < c; k++, x += W) {
           Vec<T> log = below<T>(load(x), peak), w = exponential<T>(log);
@@ -160,19 +160,19 @@ template <class T> static void tangent(const Problem& z) {
           if (moves) sum += w * load(u + k * W);
           if (heat) store(v + k * W, log);
         }
-        store(rows.mass + l, mass), store(tilt + l, sum);
+        store(rows.mass + l, load(rows.mass + l) + mass), store(tilt + l, load(tilt + l) + sum);
       }
     });
     rows.weighed();
-    for (int l = 0; l < W; l++) tilt[l] *= rows.inverse[l];
+    if (moves) rows.center(p, t, tilt, rest);
     b.tiles([&](int64_t j, int c) {
       T *w = at(p, j), *u = moves ? at(t, j) : nullptr;
       if (moves) {
         for (int l = 0; l < W; l += LANES<T>) {
-          const Vec<T> mid = load(tilt + l);
+          const Vec<T> mid = load(tilt + l), off = load(rest + l);
           Vec<T> sum = load(hot + l);
           for (int k = 0; k < c; k++) {
-            Vec<T> x = load(w + k * W + l) * (load(u + k * W + l) - mid);
+            Vec<T> x = load(w + k * W + l) * ((load(u + k * W + l) - mid) - off);
             store(u + k * W + l, x);
             if (heat) sum += x * load(at(y, j) + k * W + l);
           }
@@ -188,7 +188,7 @@ template <class T> static void tangent(const Problem& z) {
       multiply<T, 2>(int(z.e), W, terms, mean, W, Into::ADD, nullptr, count);
     });
     b.scatter(MEAN, z.e, mean, rows.inverse);
-    b.each_row(NORMALIZER, [&](int l) { return tilt[l]; });
+    b.each_row(NORMALIZER, [&](int l) { return tilt[l] + rest[l]; });
     b.each_row(ENTROPY, [&](int l) { return -hot[l] * rows.inverse[l]; });
   });
 }
@@ -206,7 +206,7 @@ template <class T> static void gradient(const Problem& z) {
     const int64_t keys = b.to - b.from;
     const T *g = b.gather(SEED_MEAN, z.e, T(1)), *level = b.column(SEED_NORMALIZER), *cool = b.column(SEED_ENTROPY);
     T *p = b.lanes(keys), *w = b.lanes(weighs ? keys : KEYS), *slope = slopes ? b.lanes(keys) : nullptr;
-    T *mid = b.zeros(1), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
+    T *mid = b.zeros(1), *lift = b.zeros(1), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
     T* scratch = b.arena.template take<T>(int64_t(KEYS) * padded<T>(std::max(z.d, z.e)));
     auto at = [&](T* x, int64_t j) { return x ? x + (j - b.from) * W : nullptr; };
     b.tiles([&](int64_t j, int c) {
@@ -221,7 +221,7 @@ template <class T> static void gradient(const Problem& z) {
     b.tiles([&](int64_t j, int c) {
       for (int l = 0; l < W; l += LANES<T>) {
         const Vec<T> peak = load(rows.peak + l), cold = load(cool + l);
-        Vec<T> mass = load(rows.mass + l), sum = load(mid + l);
+        Vec<T> mass{}, sum{};
         T *x = at(p, j) + l, *u = weighs ? at(w, j) + l : nullptr;
         for (int k = 0; k < c; k++, x += W) {
           Vec<T> log = below<T>(load(x), peak), q = exponential<T>(log);
@@ -232,11 +232,12 @@ template <class T> static void gradient(const Problem& z) {
           if (heat) y -= cold * log, store(u + k * W, y);
           sum += q * y;
         }
-        store(rows.mass + l, mass), store(mid + l, sum);
+        store(rows.mass + l, load(rows.mass + l) + mass), store(mid + l, load(mid + l) + sum);
       }
     });
     rows.weighed();
-    for (int l = 0; l < W; l++) mid[l] = level[l] - mid[l] * rows.inverse[l];  // gG - E[w]
+    if (weighs) rows.center(p, w, mid, lift);
+    for (int l = 0; l < W; l++) lift[l] = level[l] - lift[l];  // with -mid it is gG - E[w]
     // not the weights are normalized but what they are multiplied with
     const T *g_rows = z.has(TO_VALUE) ? b.rows(SEED_MEAN, z.e, T(1), rows.inverse) : nullptr;
     const T *q_rows = z.has(TO_KEY) ? b.rows(QUERY, z.d, T(z.scale), rows.inverse) : nullptr;
@@ -244,8 +245,8 @@ template <class T> static void gradient(const Problem& z) {
       T *q = at(p, j), *ds = weighs ? at(w, j) : w;
       if (scores_too)
         for (int l = 0; l < W; l += LANES<T>) {
-          const Vec<T> off = load(mid + l);
-          for (int64_t x = l; x < int64_t(c) * W; x += W) store(ds + x, load(q + x) * (weighs ? load(ds + x) + off : off));
+          const Vec<T> mean = load(mid + l), up = load(lift + l);
+          for (int64_t x = l; x < int64_t(c) * W; x += W) store(ds + x, load(q + x) * (weighs ? (load(ds + x) - mean) + up : up));
         }
       if (g_rows) dropout.apply(q, j, c);
       adder.wait(0, j / KEYS);
@@ -278,7 +279,7 @@ template <class T> static void curvature(const Problem& z) {
     const int64_t keys = b.to - b.from;
     const T *g = b.gather(SEED_MEAN, z.e, T(1)), *level = b.column(SEED_NORMALIZER);
     T *p = b.lanes(keys), *t = b.lanes(keys), *w = b.lanes(keys), *u = b.lanes(KEYS), *x = b.lanes(KEYS), *q = b.lanes(KEYS);
-    T *tilt = b.zeros(1), *mid = b.zeros(1), *excess = b.zeros(1), *to_mean = b.zeros(z.e), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
+    T *tilt = b.zeros(1), *mid = b.zeros(1), *excess = b.zeros(1), *tilt_rest = b.lanes(1), *lift = b.lanes(1), *excess_rest = b.lanes(1), *to_mean = b.zeros(z.e), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
     T* scratch = b.arena.template take<T>(int64_t(KEYS) * padded<T>(std::max(z.d, z.e)));
     auto at = [&](T* y, int64_t j) { return y + (j - b.from) * W; };
     b.tiles([&](int64_t j, int c) {
@@ -295,19 +296,22 @@ template <class T> static void curvature(const Problem& z) {
     b.tiles([&](int64_t j, int c) {
       for (int l = 0; l < W; l += LANES<T>) {
         const Vec<T> peak = load(rows.peak + l);
-        Vec<T> mass = load(rows.mass + l), first = load(tilt + l), second = load(mid + l);
+        Vec<T> mass{}, first{}, second{};
         T *a = at(p, j) + l, *d = at(t, j) + l, *e = at(w, j) + l;
         for (int64_t k = 0; k < int64_t(c) * W; k += W) {
           Vec<T> y = exponential<T>(below<T>(load(a + k), peak));
           store(a + k, y);
           mass += y, first += y * load(d + k), second += y * load(e + k);
         }
-        store(rows.mass + l, mass), store(tilt + l, first), store(mid + l, second);
+        store(rows.mass + l, load(rows.mass + l) + mass);
+        store(tilt + l, load(tilt + l) + first), store(mid + l, load(mid + l) + second);
       }
     });
     rows.weighed();
-    for (int l = 0; l < W; l++) tilt[l] *= rows.inverse[l], mid[l] = level[l] - mid[l] * rows.inverse[l];
-    const T* g_rows = z.has(TO_VALUE) && values ? b.rows(SEED_MEAN, z.e, T(1)) : nullptr;
+    rows.center(p, t, tilt, tilt_rest), rows.center(p, w, mid, lift);
+    for (int l = 0; l < W; l++) lift[l] = level[l] - lift[l];
+    // not the weights are normalized but what they are multiplied with
+    const T* g_rows = z.has(TO_VALUE) && values ? b.rows(SEED_MEAN, z.e, T(1), rows.inverse) : nullptr;
     adder.in_turn(0, [&](int64_t j, int c) {
       T *a = at(p, j), *d = at(t, j), *e = at(w, j);
       if (lifts) {
@@ -315,14 +319,14 @@ template <class T> static void curvature(const Problem& z) {
         dropout.apply(u, j, c);
       } else std::fill(u, u + c * W, T(0));
       for (int l = 0; l < W; l += LANES<T>) {
-        const Vec<T> inverse = load(rows.inverse + l), off = load(mid + l), down = load(tilt + l);
-        Vec<T> sum = load(excess + l);
+        const Vec<T> down = load(tilt + l), down_rest = load(tilt_rest + l), mean = load(mid + l), up = load(lift + l);
+        Vec<T> sum{};
         for (int64_t k = l; k < int64_t(c) * W; k += W) {
-          Vec<T> y = load(a + k) * inverse, dt = load(d + k) - down, dw = load(e + k) + off, more = dw * dt + load(u + k);
+          const Vec<T> y = load(a + k), dt = (load(d + k) - down) - down_rest, dw = (load(e + k) - mean) + up, more = dw * dt + load(u + k);
           sum += y * more;
-          store(a + k, y), store(q + k, y), store(x + k, y * dt), store(d + k, more), store(e + k, y * dw);
+          store(q + k, y), store(x + k, y * dt), store(d + k, more), store(e + k, y * dw);
         }
-        store(excess + l, sum);
+        store(excess + l, load(excess + l) + sum);
       }
       dropout.apply(x, j, c), dropout.apply(q, j, c);
       if (z.has(TO_MEAN)) {
@@ -336,15 +340,17 @@ template <class T> static void curvature(const Problem& z) {
       if (g_rows && moves) adder.template add<1>(TO_VALUE, z.e, {b.over_lanes(x, g_rows, z.e)}, 1, j, c, scratch);
       adder.pass(0, j / KEYS);
     }, [] {});
-    const T *q_rows = z.has(TO_KEY) ? b.rows(QUERY, z.d, T(z.scale)) : nullptr, *a_rows = z.has(TO_KEY) ? b.rows(ALONG_QUERY, z.d, T(z.scale)) : nullptr;
+    rows.center(p, t, excess, excess_rest);
+    const T *q_rows = z.has(TO_KEY) ? b.rows(QUERY, z.d, T(z.scale), rows.inverse) : nullptr;
+    const T *a_rows = z.has(TO_KEY) ? b.rows(ALONG_QUERY, z.d, T(z.scale), rows.inverse) : nullptr;
     adder.in_turn(1, [&](int64_t j, int c) {
       T *a = at(p, j), *d = at(t, j), *e = at(w, j);
       for (int l = 0; l < W; l += LANES<T>) {
-        const Vec<T> off = load(excess + l);
-        for (int64_t k = l; k < int64_t(c) * W; k += W) store(d + k, load(a + k) * (load(d + k) - off));
+        const Vec<T> mean = load(excess + l), off = load(excess_rest + l);
+        for (int64_t k = l; k < int64_t(c) * W; k += W) store(d + k, load(a + k) * ((load(d + k) - mean) - off));
       }
       adder.wait(1, j / KEYS);
-      if (z.has(TO_BIAS)) adder.add_bias(d, nullptr, j, c, bias_rows);
+      if (z.has(TO_BIAS)) adder.add_bias(d, rows.inverse, j, c, bias_rows);
       Term<T> terms[2] = {b.over_lanes(d, q_rows, z.d), b.over_lanes(e, a_rows, z.d)};
       if (q_rows) adder.template add<2>(TO_KEY, z.d, terms, 1 + (a_rows != nullptr), j, c, scratch);
       adder.pass(1, j / KEYS);
@@ -353,10 +359,9 @@ template <class T> static void curvature(const Problem& z) {
         multiply<T, 2>(int(z.d), W, back, to_query, W, Into::ADD, nullptr, 1 + z.has(ALONG_KEY));
       }
     }, [&] { if (z.has(TO_BIAS)) adder.finish_bias(bias_rows); });
-    std::fill(mid, mid + W, T(z.scale));
+    b.scatter(TO_MEAN, z.e, to_mean, rows.inverse);
+    b.each_row(TO_NORMALIZER, [&](int l) { return tilt[l] + tilt_rest[l]; });
+    for (int l = 0; l < W; l++) mid[l] = T(z.scale) * rows.inverse[l];
     b.scatter(TO_QUERY, z.d, to_query, mid);
-    std::fill(mid, mid + W, T(1));
-    b.scatter(TO_MEAN, z.e, to_mean, mid);
-    b.each_row(TO_NORMALIZER, [&](int l) { return tilt[l]; });
   });
 }

@@ -151,5 +151,24 @@ template <class T> struct Rows {
   void weighed() {
     for (int l = 0; l < b.W; l++) inverse[l] = mass[l] == 0 ? T(0) : 1 / mass[l];
   }
+  // E[x] of every row, to the last digits of what x does not have in common: a first estimate, and the mean of what differs
+  // from it. `sum` holds sum p x and becomes the estimate; `rest` gets the other part.
+  void center(const T* p, const T* x, T* sum, T* rest) const {
+    for (int l = 0; l < b.W; l++) sum[l] *= inverse[l], rest[l] = 0;
+    b.tiles([&](int64_t j, int c) {
+      for (int l = 0; l < b.W; l += LANES<T>) {
+        const Vec<T> mean = load(sum + l);
+        Vec<T> even{}, odd{};
+        int64_t k = (j - b.from) * b.W + l, stop = k + int64_t(c - 1) * b.W;
+        for (; k < stop; k += 2 * b.W) {
+          even += load(p + k) * (load(x + k) - mean);
+          odd += load(p + k + b.W) * (load(x + k + b.W) - mean);
+        }
+        if (k == stop) even += load(p + k) * (load(x + k) - mean);
+        store(rest + l, load(rest + l) + (even + odd));
+      }
+    });
+    for (int l = 0; l < b.W; l++) rest[l] *= inverse[l];
+  }
   T log_normalizer(int l) const { return mass[l] == 0 ? -std::numeric_limits<T>::infinity() : peak[l] + std::log(mass[l]); }
 };
