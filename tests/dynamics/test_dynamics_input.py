@@ -98,7 +98,7 @@ def test_collapsed_clouds_cannot_be_whitened():
     ("mean", "covariance", "how", "message"),
     [
         (torch.zeros(2), torch.eye(3), {}, "must agree"),
-        (torch.zeros(2), -torch.eye(2), {}, "negative eigenvalues"),
+        (torch.zeros(2), -torch.eye(2), {}, "positive semi-definite"),
         (torch.zeros(2), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), {}, "symmetric"),
         (torch.zeros(2), torch.eye(2), {"scores": torch.eye(3)}, "scores must be"),
         (torch.zeros(2), torch.eye(2), {"values": torch.full((2, 2), math.nan)}, "NaN"),
