@@ -355,7 +355,7 @@ def test_copies_and_pickles():
 
 
 def test_errors_name_the_call_that_failed():
-    with pytest.raises(cm.InputError, match=r"^maximum_entropy: 1 of 1 means lie outside"):
+    with pytest.raises(cm.InputError, match=r"^maximum_entropy: outside: the mean lies outside"):
         cm.maximum_entropy(torch.arange(6.0), 7.0)
     with pytest.raises(cm.InputError, match=r"^project: .*Gaussian.*boundary"):
         cm.project(torch.ones(3, 2), cm.Gaussian)

@@ -13,7 +13,7 @@ from cumulant.dynamics.expansion import (
     local_lipschitz,
 )
 from cumulant.dynamics.field import step
-from cumulant.dynamics.fixed_point import FixedPoint, Status, fixed_point, spectral_radius
+from cumulant.dynamics.fixed_point import FixedPoint, fixed_point, spectral_radius
 from cumulant.dynamics.gaussian import GaussianPath, gaussian_flow, gaussian_map
 from cumulant.dynamics.gaussianity import Gaussianity, gaussianity
 from cumulant.dynamics.gibbs import (
@@ -48,7 +48,6 @@ __all__ = [
     "RMSNorm",
     "Spectrum",
     "Sphere",
-    "Status",
     "Trajectory",
     "Whiten",
     "alternate",

@@ -17,6 +17,7 @@ from torch import Tensor
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import kept
+from cumulant.core.outcome import Code
 from cumulant.filtering.kalman import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
@@ -24,7 +25,6 @@ from cumulant.measures.conjugate import _message
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
-from cumulant.measures.status import Code
 
 __all__ = ["ConjugateBank", "ConjugatePosterior", "observed", "projected"]
 

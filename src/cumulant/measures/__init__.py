@@ -1,5 +1,9 @@
 """Tilted measures: G, mean, covariance, link, dual, M-projection (docs/theory.md, T1-T11)."""
 
+from typing import NoReturn
+
+from cumulant.core.outcome import Outcome, Solution
+from cumulant.core.renamed import moved
 from cumulant.measures.conjugate import Posterior, posterior
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson
 from cumulant.measures.empirical import Empirical, maximum_entropy
@@ -12,7 +16,6 @@ from cumulant.measures.positive import Exponential, FixedShapeGamma, Gamma
 from cumulant.measures.project import project
 from cumulant.measures.simplex import Beta, Dirichlet
 from cumulant.measures.sphere import VonMisesFisher
-from cumulant.measures.status import Link, Status
 
 __all__ = [
     "Bernoulli",
@@ -28,13 +31,13 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "Geometric",
-    "Link",
     "Measure",
     "Mixture",
     "Normal",
+    "Outcome",
     "Poisson",
     "Posterior",
-    "Status",
+    "Solution",
     "Tilted",
     "VonMisesFisher",
     "from_torch",
@@ -42,3 +45,9 @@ __all__ = [
     "posterior",
     "project",
 ]
+
+_MOVED = {"Link": "cumulant.measures.Solution", "Status": "cumulant.Outcome"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    moved("cumulant.measures", name, _MOVED)

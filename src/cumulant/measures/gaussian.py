@@ -18,10 +18,10 @@ from cumulant.core.checks import (
     symmetric_definite,
 )
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Solution
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure
-from cumulant.measures.status import Link
 
 __all__ = ["Gaussian", "Normal"]
 
@@ -145,7 +145,7 @@ class Gaussian(Measure):
     def _relative_entropy(self, eta: Tensor) -> Tensor:
         return (eta * self._times(eta)).sum(-1) / 2
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         away = mean - self._loc
         return solved(
             away / self._cov[..., None, :] if self.diagonal else away @ inverse(self._cov)
@@ -283,7 +283,7 @@ class Normal(ExponentialFamily):
         outside = (variances < 0).any(-1) | (lowest < -slack)
         return coded(outside, (variances == 0).any(-1) | (lowest <= slack))
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         k = self._size(mean.shape[-1])
         precision = inverse(_spread(mean, k))
         first = (precision @ mean[..., :k, None])[..., 0]

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from cumulant.core.checks import HALF, broadcast, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.measures.calculus import gradient, jacobian, pullback
 from cumulant.measures.newton import Problem, link_by_newton, whitening, wide
-from cumulant.measures.status import Code, Link, Status
 
 __all__ = ["Measure", "Tilted", "not_negative"]
 
@@ -133,12 +133,12 @@ class Measure(ABC):
 
         return Problem(value_and_mean, self._covariance)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         measure, mean, resolution = wide(self, mean)
         center, spread = measure._detached()._extent()
         frame, off = whitening(center, spread, mean.detach(), resolution)
         code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
-        return link_by_newton(measure, mean, code, frame, throw, resolution)
+        return link_by_newton(measure, mean, code, frame, resolution)
 
     # The tensors behind the measure ---------------------------------------------------------------
 
@@ -296,32 +296,40 @@ class Measure(ABC):
     def link(self, mean: Tensor, *, throw: Lit[True] = True) -> Tensor: ...
 
     @overload
-    def link(self, mean: Tensor, *, throw: Lit[False]) -> Link: ...
+    def link(self, mean: Tensor, *, throw: Lit[False]) -> Solution: ...
 
-    def link(self, mean: Tensor, *, throw: bool = True) -> Tensor | Link:
+    def link(self, mean: Tensor, *, throw: bool = True) -> Tensor | Solution:
         """The eta whose mean is `mean`, of smallest norm: the canonical link (T8).
 
         It exists exactly for means in the relative interior of the convex hull of u's support.
 
         Args:
             mean: ``(*batch, M, d)``.
-            throw: raise where no eta exists; otherwise return `Link`, a pair of the value (finite,
-                but without meaning where the status is not converged) and a `Status`.
+            throw: False returns a `Solution`, the value and the `Outcome` of each mean, instead of
+                raising.
 
         Raises:
-            InputError: a mean on the boundary of the hull or outside it; the message counts them.
+            NoSolutionError: a mean on the boundary of the hull or outside it. It is an
+                `InputError` and a `ConvergenceError`.
+            ConvergenceError: Newton's method stalled.
+
+        >>> import torch, cumulant as cm
+        >>> die = cm.Empirical(torch.arange(1.0, 7.0)[:, None])
+        >>> die.link(torch.tensor([[3.5], [7.0]]), throw=False).status.outside
+        tensor([False,  True])
         """
         entry = self._enter("link", mean=mean)
-        found: Link = entry.measure._link(*entry.arguments, throw)
+        found: Solution = entry.measure._link(*entry.arguments)
         top = torch.finfo(entry.dtype).max
-        value = entry.finish(found.value.clamp(-top, top), 1)
-        return value if throw else Link(value, Status(_code(entry, found)))
+        code = found.status.code.squeeze(-1) if entry.flat else found.status.code
+        found = Solution(entry.finish(found.value.clamp(-top, top), 1), Outcome(code))
+        return found.status.check("link", found).value if throw else found
 
     def dual(self, mean: Tensor) -> Tensor:
         """G*(mean) = max over eta of <eta, mean> - G(eta) (T7, T8); +inf outside the hull."""
         entry = self._enter("dual", mean=mean)
         measure, (mean,) = entry.measure, entry.arguments
-        found: Link = measure._link(mean, False)
+        found: Solution = measure._link(mean)
         eta = found.value
         measure, mean = measure._to(eta.dtype), mean.to(eta.dtype)
         value = (eta * mean).sum(-1) - measure._log_normalizer(eta)
@@ -445,10 +453,10 @@ class Tilted(Measure):
     def _inside(self, eta: Tensor) -> Tensor | None:
         return self.base._inside(self.shift + eta)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
-        found = self.base._link(mean, throw)
+    def _link(self, mean: Tensor) -> Solution:
+        found = self.base._link(mean)
         shift = self.shift.to(found.value.dtype)
-        return Link(found.value - self.base._visible(shift), found.status)
+        return Solution(found.value - self.base._visible(shift), found.status)
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
         shift = self.shift.to(mean.dtype)
@@ -487,7 +495,3 @@ def _require_inside(call: str, measure: Measure, eta: Tensor) -> None:
 def not_negative(x: Tensor) -> Tensor:
     """Rounding below zero taken off the value, not off the derivatives."""
     return x + (-x).clamp_min(0.0).detach()
-
-
-def _code(entry: _Entry, found: Link) -> Tensor:
-    return found.status.code.squeeze(-1) if entry.flat else found.status.code

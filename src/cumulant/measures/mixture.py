@@ -21,12 +21,12 @@ from cumulant.core.checks import (
     symmetric_definite,
 )
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.empirical import Empirical, unpack
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import could_be_dense, log_gaussian
 from cumulant.measures.measure import Measure
-from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["GaussianMixture", "Mixture"]
 
@@ -375,17 +375,17 @@ class Mixture(Measure):
         inside = self.components._inside(self._own(eta))
         return None if inside is None else inside.all(-2)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         """By Newton's method, inside the hull of what any component may produce."""
         if isinstance(self.components, Empirical):
-            return self._pooled(self.components)._link(mean, throw)
+            return self._pooled(self.components)._link(mean)
         if not isinstance(self.components, ExponentialFamily):
-            return super()._link(mean, throw)
+            return super()._link(mean)
         code = self.components._hull(mean[..., None, :, :]).amin(-2).expand(mean.shape[:-1])
         outside = (code == Code.OUTSIDE)[..., None]
-        found = super()._link(torch.where(outside, self._mean(torch.zeros_like(mean)), mean), False)
+        found = super()._link(torch.where(outside, self._mean(torch.zeros_like(mean)), mean))
         code = torch.where(code == Code.CONVERGED, found.status.code, code)
-        return Link(found.value, Status(checked(code, throw)))
+        return Solution(found.value, Outcome(code))
 
     def _pooled(self, components: Empirical) -> Empirical:
         """A mixture of weighted points is one set of weighted points."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
-from cumulant.measures.status import Code, Link, Status, checked
+from cumulant.core.outcome import Code, Outcome, Solution
 
 __all__ = ["Frame", "Problem", "link_by_newton", "no_frame", "whitening", "wide"]
 
@@ -316,20 +316,15 @@ def _search(
     return new, moved
 
 
-class _How(NamedTuple):
-    throw: bool
-    aim: float
-
-
 class _Solve(torch.autograd.Function):
     """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
 
     @staticmethod
-    def forward(measure: Any, names: tuple[str, ...], how: _How, *tensors: Tensor) -> Any:
+    def forward(measure: Any, names: tuple[str, ...], aim: float, *tensors: Tensor) -> Any:
         mean, code, *rest = tensors
         frame, leaves = Frame(*rest[:4]), dict(zip(names, rest[4:], strict=True))
-        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code, how.aim)
-        return eta @ frame.span, checked(code, how.throw)
+        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code, aim)
+        return eta @ frame.span, code
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -350,7 +345,7 @@ class _Solve(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         measure: Any,
         names: tuple[str, ...],
-        how: _How,
+        aim: float,
         *tensors: Tensor,
     ) -> Any:
         front = [
@@ -361,12 +356,10 @@ class _Solve(torch.autograd.Function):
             batch = tensors[0].shape if in_dims[3] is None else front[0].shape[1:]
             shape = (info.batch_size, *batch[: len(batch) - 2 + own])
             front[i] = front[i].expand(shape)
-        return _Solve.apply(measure, names, how, *front), (0, 0)
+        return _Solve.apply(measure, names, aim, *front), (0, 0)
 
 
-def solve(
-    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
-) -> Link:
+def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: float) -> Solution:
     """The link of every mean whose code is good, as constants without derivatives."""
     rank = max(len(measure.batch_shape), mean.ndim - 2)
 
@@ -377,9 +370,9 @@ def solve(
     tensors = [aligned(mean, 2), aligned(code, 1)]
     tensors += [aligned(x, own) for x, own in zip(frame, frame.tails, strict=True)]
     tensors += [aligned(x, own) for x, own in leaves.values()]
-    how = _How(throw, max(_GAP, resolution**2))
-    eta, code = _Solve.apply(measure, tuple(leaves), how, *tensors)
-    return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))
+    aim = max(_GAP, resolution**2)
+    eta, code = _Solve.apply(measure, tuple(leaves), aim, *tensors)
+    return Solution(eta.reshape(mean.shape), Outcome(code.reshape(mean.shape[:-1])))
 
 
 def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
@@ -390,18 +383,18 @@ def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
 
 
 def link_by_newton(
-    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
-) -> Link:
+    measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: float
+) -> Solution:
     """The link of every mean whose code is good, with derivatives.
 
     The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
     Newton step squares the error, also that of a formal power series in whatever moves, so from
     the solution one step makes the first derivative exact and two make it the third.
     """
-    found = solve(measure, mean, code, frame, throw, resolution)
+    found = solve(measure, mean, code, frame, resolution)
     if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
         return found
     eta, problem = found.value, measure._problem()
     for _ in range(2):
         eta = newton_step(problem, mean, eta, frame, found.status.converged)
-    return Link(eta, found.status)
+    return Solution(eta, found.status)

@@ -26,7 +26,6 @@ from cumulant.measures.mixture import GaussianMixture, Mixture
 from cumulant.measures.positive import Exponential, Gamma
 from cumulant.measures.simplex import Beta, Dirichlet
 from cumulant.measures.sphere import VonMisesFisher
-from cumulant.measures.status import checked
 
 __all__ = ["FROM_TORCH", "project"]
 
@@ -90,7 +89,7 @@ def project(
     if isinstance(onto, Measure):
         expected, kind = _expected(source, onto, onto._event_size(), weights, samples)
         found = onto.link(expected[..., None, :].to(kind), throw=False)
-        checked(found.status.code, True, "project")
+        found.status.check("project", found)
         tilted = onto.tilt(found.value)
         tilted._rows = False
         return tilted
@@ -105,13 +104,8 @@ def project(
     family: Any = Normal if ours is Gaussian else ours
     size = 1 if ours in _SCALAR or onto is td.Normal else None
     expected, kind = _expected(source, family._empty(1), size, weights, samples)
-    try:
-        result: Any = family.from_expectation(expected)
-    except InputError as error:
-        why = str(error).partition(": ")[2] or str(error)
-        raise InputError(
-            f"project: as expectations of {ours.__name__}'s statistics, {why}"
-        ) from None
+    call = f"project: as expectations of {ours.__name__}'s statistics"
+    result: Any = family._expecting(call, expected)
     if ours is Gaussian:
         result = Gaussian(result.loc, result.covariance_matrix)
     result = result._to(kind)
