@@ -99,7 +99,7 @@ BAD = {
         "q must end in a dimension of 2",
     ),
     "no values": (lambda: cm.Empirical(EYE).value_mean(EYE), "has no values"),
-    "samples": (lambda: cm.Poisson(1.0).sample(torch.zeros(1, 1), -1), "whole number >= 0"),
+    "samples": (lambda: cm.Poisson(1.0).sample(torch.zeros(1, 1), -1), "sample: n must be"),
     "projecting nothing": (lambda: cm.project(3.0, cm.Gamma), "source must be a sample"),
     "onto nothing": (lambda: cm.project(EYE, "gamma"), "onto must be a measure"),
     "sample outside": (

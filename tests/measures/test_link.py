@@ -152,7 +152,7 @@ def test_hull_of_families():
         value, status = h.link(column(*means), throw=False)
         assert status.code.tolist() == list(codes), h
         assert value.isfinite().all()
-        with pytest.raises(cm.InputError, match="of 3 (outside|boundary)"):
+        with pytest.raises(cm.InputError, match=r"of 3 (outside|boundary)"):
             h.link(column(*means))
     simplex = cm.Categorical([0.2, 0.8, 0.0])
     means = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0, 0], [0.4, 0.4, 0.2], [0.4, 0.4, 0.0]])
@@ -167,7 +167,7 @@ def test_hull_of_families():
         cm.Gamma.from_expectation([1.0, 0.1])
     beta = cm.Beta(2.0, 3.0)
     assert beta.link(torch.tensor([-0.1, -0.1]), throw=False).status.code == outside
-    normal = cm.Normal([0.0], 1.0)
+    normal = cm.MeanCovarianceGaussian([0.0], 1.0)
     means = torch.tensor([[1.0, 2.0], [1.0, 1.0], [1.0, 0.5]])
     assert normal.link(means, throw=False).status.code.tolist() == [0, 1, 2]
 

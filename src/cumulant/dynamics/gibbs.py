@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
-from cumulant.dynamics.checks import cloud
+from cumulant.dynamics.cloud_checks import cloud
 from cumulant.measures.gaussian import inverse
 from cumulant.measures.measure import Measure
 
@@ -132,8 +132,7 @@ def stationary(transition: Tensor) -> Tensor:
     square = T.ndim == 2 and T.shape[0] == T.shape[1] and len(T) > 0
     if not square or bool((T < 0).any()) or bool(((T.sum(-1) - 1).abs() > 1e-4).any()):
         raise InputError("stationary: transition must be square, not negative, its rows sum to 1.")
-    T = T.double()
-    law, unique = stationary_law(T / T.sum(-1, keepdim=True))
+    law, unique = stationary_law(T.double() / T.double().sum(-1, keepdim=True))
     if not bool(unique):
         raise InputError(
             "stationary: the chain has several stationary laws: it falls into classes of states "

@@ -17,7 +17,7 @@ from cumulant.core.progress import ProgressCallback
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
-from cumulant.dynamics.shape import norm, size_of
+from cumulant.dynamics.shape import cloud_norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
 
 __all__ = ["flow", "simulate"]
@@ -240,13 +240,13 @@ def flow(
                 lambda _, x: call.velocity(x),
                 begin,
                 wanted,
-                size=norm,
+                size=cloud_norm,
                 limit=limit,
                 rtol=rtol,
                 atol=atol,
             )
             for out in outputs:
-                early = out.escaped.isfinite() & (norm(out.state).cpu() < 0.5 * limit)
+                early = out.escaped.isfinite() & (cloud_norm(out.state).cpu() < 0.5 * limit)
                 if bool(early.any()):  # held, but not for its size
                     raise ConvergenceError(
                         f"flow: the solver's steps vanished at t = {float(out.escaped.min()):.4g}. "

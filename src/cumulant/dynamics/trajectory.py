@@ -29,8 +29,8 @@ Observables = Mapping[str, Callable[[Tensor], Tensor]]
 PERIOD = 30.0  # seconds between two records of a journal
 
 STANDARD: Observables = {
-    "norm": shape.norm,
-    "spread": shape.spread,
+    "norm": shape.cloud_norm,
+    "spread": shape.cloud_spread,
     "participation_ratio": shape.participation_ratio,
 }
 

@@ -8,7 +8,7 @@ from cumulant.measures.conjugate import Posterior, posterior
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson
 from cumulant.measures.empirical import Empirical, maximum_entropy
 from cumulant.measures.family import ExponentialFamily
-from cumulant.measures.gaussian import Gaussian, Normal
+from cumulant.measures.gaussian import Gaussian, MeanCovarianceGaussian
 from cumulant.measures.interop import from_torch
 from cumulant.measures.measure import Measure, Tilted
 from cumulant.measures.mixture import GaussianMixture, Mixture
@@ -31,9 +31,9 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "Geometric",
+    "MeanCovarianceGaussian",
     "Measure",
     "Mixture",
-    "Normal",
     "Outcome",
     "Poisson",
     "Posterior",
@@ -46,7 +46,11 @@ __all__ = [
     "project",
 ]
 
-_MOVED = {"Link": "cumulant.measures.Solution", "Status": "cumulant.Outcome"}
+_MOVED = {
+    "Link": "cumulant.measures.Solution",
+    "Normal": "cumulant.MeanCovarianceGaussian",
+    "Status": "cumulant.Outcome",
+}
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -14,7 +14,13 @@ from cumulant.core.checks import broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
 from cumulant.measures.family import ExponentialFamily
-from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal, inverse, packed_natural
+from cumulant.measures.gaussian import (
+    LOG_2PI,
+    Gaussian,
+    MeanCovarianceGaussian,
+    inverse,
+    packed_natural,
+)
 from cumulant.measures.measure import Measure
 from cumulant.measures.positive import Exponential, Gamma
 from cumulant.measures.project import FROM_TORCH
@@ -36,14 +42,16 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
     A likelihood conjugate to the prior is exp<t(y), u(x)> b(y) in the prior's own statistics u, so
     the posterior is prior.tilt(t(y)) and the evidence log p(y) = G(t(y)) + log b(y).
 
-    ==================== ================================ =========================
-    prior                likelihood                       observations
-    ==================== ================================ =========================
-    `Gamma`              `Poisson` or `Exponential`       ``(*batch, n)``
-    `Beta`               `Bernoulli`                      ``(*batch, n)``, 0 or 1
-    `Dirichlet`          `Categorical`                    ``(*batch, n, K)``, one-hot
-    `Normal`, `Gaussian` ``Gaussian(zeros, R)``: noise R  ``(*batch, n, k)``
-    ==================== ================================ =========================
+    ======================================= =============================== ======================
+    prior                                   likelihood                      observations
+    ======================================= =============================== ======================
+    `Gamma`                                 `Poisson` or `Exponential`      ``(*batch, n)``
+    `Beta`                                  `Bernoulli`                     ``(*batch, n)``, 0, 1
+    `Dirichlet`                             `Categorical`                   ``(*batch, n, K)``
+    `Gaussian` or `MeanCovarianceGaussian`  ``Gaussian(zeros, R)``: noise R ``(*batch, n, k)``
+    ======================================= =============================== ======================
+
+    Categories are one-hot.
 
     Args:
         prior: of the parameter x, batch shape ``(*batch,)``.
@@ -62,7 +70,8 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
     if prior._row_count() != 1:
         raise InputError("posterior: the prior must not be tilted by several eta at once.")
     if isinstance(prior, Gaussian):
-        full = posterior(Normal(prior.loc, prior.covariance_matrix), likelihood, observations)
+        free = MeanCovarianceGaussian(prior.loc, prior.covariance_matrix)
+        full = posterior(free, likelihood, observations)
         return full._replace(measure=Gaussian(full.measure.loc, full.measure.covariance_matrix))
     got, weak = numbers("posterior", observations=observations)
     y = finite("posterior", "observations", got["observations"])
@@ -92,7 +101,7 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     def need(ok: Tensor, what: str) -> None:
         require(ok, lambda: f"posterior: {what}.")
 
-    vectors = isinstance(prior, Dirichlet | Normal) and not isinstance(prior, Beta)
+    vectors = isinstance(prior, Dirichlet | MeanCovarianceGaussian) and not isinstance(prior, Beta)
     if y.ndim < (2 if vectors else 1):
         raise InputError(
             f"posterior: observations must have shape (..., n{', k' * vectors}), not "
@@ -119,7 +128,7 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
             hot = ((y == 0) | (y == 1)).all(-1) & (y.sum(-1) == 1)
             need(hot, "categorical observations must be one-hot vectors")
             return y.sum(-2), torch.zeros_like(n)
-        case Normal() if isinstance(likelihood, Gaussian):
+        case MeanCovarianceGaussian() if isinstance(likelihood, Gaussian):
             k = prior._event_size()
             if likelihood.dimension != k or y.shape[-1] != k:
                 raise InputError(
@@ -145,5 +154,5 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     raise InputError(
         f"posterior: {type(prior).__name__} is not conjugate to {name} here. Pairs: Gamma with "
         "Poisson or Exponential, Beta with Bernoulli, Dirichlet with Categorical (pass these as "
-        "classes), Normal or Gaussian with a Gaussian (the law of the noise)."
+        "classes), MeanCovarianceGaussian or Gaussian with a Gaussian (the law of the noise)."
     )

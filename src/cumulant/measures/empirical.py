@@ -15,8 +15,9 @@ from cumulant.core.outcome import Outcome, Solution
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, Options, attention, expectation
 from cumulant.measures.calculus import log_sum_exp
+from cumulant.measures.frame import whitening
 from cumulant.measures.measure import Measure
-from cumulant.measures.newton import Problem, whitening
+from cumulant.measures.newton import Problem
 
 __all__ = ["Empirical", "maximum_entropy"]
 

@@ -21,8 +21,9 @@ from cumulant.core.checks import HALF, broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.measures.calculus import gradient, jacobian
+from cumulant.measures.frame import no_frame
 from cumulant.measures.measure import Measure, not_negative
-from cumulant.measures.newton import Problem, link_by_newton, no_frame, wide
+from cumulant.measures.newton import Problem, link_by_newton, wide
 
 __all__ = ["ExponentialFamily"]
 

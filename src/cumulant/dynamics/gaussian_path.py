@@ -87,15 +87,15 @@ def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: An
         )
     semi_definite(owner, "covariance", spread)  # by the rounding of the precision it came in
     m, spread = m.double(), (spread.double() + spread.double().mT) / 2
-    A, V = (_matrix(owner, name, got.get(name), m) for name in ("scores", "values"))
+    maps = [_matrix(owner, name, got.get(name), m) for name in ("scores", "values")]
     batch = broadcast(
         owner,
         mean=m.shape[:-1],
         covariance=spread.shape[:-2],
-        scores=A.shape[:-2],
-        values=V.shape[:-2],
+        scores=maps[0].shape[:-2],
+        values=maps[1].shape[:-2],
     )
-    S, A, V = (x.expand(*batch, d, d) for x in (spread, A, V))
+    S, A, V = (x.expand(*batch, d, d) for x in (spread, *maps))
     return _Law(m.expand(*batch, d), S, A, V, kind)
 
 
