@@ -363,8 +363,15 @@ def test_a_solver_that_cannot_go_on_says_so(monkeypatch):
     from cumulant.dynamics.field import Field
 
     monkeypatch.setattr(Field, "__call__", lambda self, x: 1 / (1 - x))
-    with pytest.raises(cm.ConvergenceError, match=r"steps vanished at t = 0\.5"):
-        D.flow(torch.zeros(1, 1, dtype=DOUBLE), [0.0, 5.0])
+    start = torch.zeros(1, 1, dtype=DOUBLE)
+    with pytest.raises(cm.ConvergenceError, match=r"steps vanished at t = 0\.5") as caught:
+        D.flow(start, [0.0, 0.375, 5.0])
+    # (1 - x)^2 = 1 - 2 t
+    so_far = caught.value.result
+    assert so_far.states.flatten().tolist()[:2] == pytest.approx([0.0, 0.5])
+    held = D.flow(start, [0.0, 0.375, 5.0], throw=False)
+    assert float(held.blow_up_time) == pytest.approx(0.5)
+    assert float(held.final) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_flow_begins_on_the_sphere():

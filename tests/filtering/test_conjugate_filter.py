@@ -462,7 +462,7 @@ def test_pairs_that_are_not_closed_are_refused(measure, map):
 
 def test_maps_that_do_not_fit():
     three = cm.Dirichlet(torch.ones(3))
-    with pytest.raises(cm.InputError, match="expected a member of Gamma"):
+    with pytest.raises(cm.InputError, match="expected a Gamma, Beta"):
         push(cm.Poisson(1.0), Scale(2.0))
     with pytest.raises(cm.InputError, match="one family and dimension"):
         push(three, Renew(cm.Dirichlet(torch.ones(4))))
@@ -679,7 +679,7 @@ def test_observations_that_make_no_sense(case, y, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"prior": cm.Poisson(1.0)}, "expected a member of Gamma"),
+        ({"prior": cm.Poisson(1.0)}, "expected a Gamma, Beta"),
         ({"prior": cm.Gamma(torch.ones(3), 1.0)}, r"batch shape \(\) or \(2,\)"),
         ({"likelihood": cm.Bernoulli}, "Gamma is not conjugate to Bernoulli"),
         ({"likelihood": [cm.Poisson] * 3}, "3 entries for 2 modes"),

@@ -69,6 +69,16 @@ def test_the_error_outside_is_of_both_kinds_and_carries_the_result(error, call):
     assert status.outside.flatten().tolist() == [False, True]
 
 
+def test_maximum_entropy_without_raising():
+    faces = torch.arange(1.0, 7.0, dtype=DOUBLE)
+    value, status = cm.maximum_entropy(faces.expand(2, 6)[..., None], column(4.5, 7.0), throw=False)
+    assert status.outside.tolist() == [False, True]
+    torch.testing.assert_close(value[0], cm.maximum_entropy(faces, 4.5))
+    with pytest.raises(cm.NoSolutionError) as caught:
+        cm.maximum_entropy(faces, 7.0)
+    assert caught.value.result.status == "outside"
+
+
 def test_a_stall_is_no_fault_of_the_input(monkeypatch):
     monkeypatch.setattr(solver, "_STEPS", 1)
     with pytest.raises(cm.ConvergenceError, match="link: stalled") as caught:

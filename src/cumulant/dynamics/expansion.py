@@ -62,8 +62,8 @@ def expansion(
     Args:
         before, after: ``(*batch, N, d)`` and ``(*batch, N, e)``.
         levels: which quantiles.
-        pairs: all pairs are taken if there are no more than this, otherwise so many random ones.
-        generator: of the random ones.
+        pairs: how many random pairs to take; all pairs if there are no more than this.
+        generator: of the random pairs; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(50, 4)
@@ -133,7 +133,7 @@ def local_lipschitz(
     Args:
         f: any differentiable map; its output may have another shape.
         x: where.
-        batch_dims: so many leading dimensions are separate problems, which f treats independently.
+        batch_dims: the number of leading dimensions that are separate problems to f.
         tol: relative distance of the bound above, at which it stops.
         max_steps: rounds at most; memory is twice that many states.
 

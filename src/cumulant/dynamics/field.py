@@ -280,9 +280,9 @@ def step(
         x: ``(*batch, N, d)``, an ensemble of clouds.
         beta: inverse temperature, at least 0 (uniform attention). There is no 1/sqrt(d). A tensor
             broadcasts against the points, ``(*batch, 1, 1)`` for one value per cloud.
-        step_size: a number, or a tensor that broadcasts likewise: a gate.
+        step_size: a number, or a tensor that broadcasts in the same way: a gate.
         contraction: what is applied after the step, see `Sphere`.
-        patterns: ``(*batch, P, d)``, fixed keys; self-attention if left out.
+        patterns: ``(*batch, P, d)``, fixed keys; self-attention by default.
         query_weight, key_weight: ``(d, r)``, multiplied from the right as torch does, so that the
             score of x and y is y' A x with A = key_weight @ query_weight.T.
         value_weight: ``(d, d)``; the value of y is V y with V = value_weight.T.

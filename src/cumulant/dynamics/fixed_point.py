@@ -1,4 +1,4 @@
-"""`fixed_point`: solve x = f(x), say what became of it, differentiate the solution.
+"""`fixed_point`: solve x = f(x), diagnose failures, differentiate the solution.
 
 See docs/theory.md, T16.
 """
@@ -35,7 +35,7 @@ class FixedPoint:
         value: the state, of the shape of the start; the best one seen where it did not converge.
         residual: max-norm of f(value) - value, ``(*batch,)``.
         steps: evaluations of f until it was reached, ``(*batch,)``.
-        status: what became of it.
+        status: how each problem ended, an `Outcome`.
         history: residuals after each evaluation, ``(evaluations, *batch)``.
     """
 
@@ -138,8 +138,8 @@ def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _
 
 
 def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
-    """A code for each row. Of those that did not end, eight more rounds of the plain map show
-    whether they come nearer, go away, or go round."""
+    """A code for each row. Eight more steps of the plain map show whether unfinished rows come
+    closer, move away or cycle."""
     code = torch.where(run.lost, int(Code.DIVERGING), int(Code.CONVERGED))
     code = torch.where(run.broken, int(Code.NOT_FINITE), code)
     left = ~(run.done | run.lost)
@@ -186,11 +186,11 @@ def fixed_point(
         solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
         tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.002 and
             0.01 in half precision (float16, bfloat16).
-        max_steps: evaluations of f at most.
-        batch_dims: so many leading dimensions are separate problems, which f treats independently
-            and which stop separately.
+        max_steps: the largest number of evaluations of f.
+        batch_dims: the number of leading dimensions that are separate problems. f must treat them
+            independently; each stops by itself.
         damping: what part of f(x) - x is taken, or the first guess of it.
-        throw: raise unless all converged; otherwise read ``status``.
+        throw: raise unless all problems converged; False returns the result as it stands.
 
     Returns:
         A `FixedPoint`.
@@ -258,7 +258,7 @@ def spectral_radius(
     Args:
         f: keeps the shape.
         x: where, usually a fixed point.
-        batch_dims: so many leading dimensions are separate problems.
+        batch_dims: the number of leading dimensions that are separate problems.
         tol: stop when the eigenvector's residual is at most tol times the modulus.
         max_dimension: largest Krylov space; memory is that many states.
 

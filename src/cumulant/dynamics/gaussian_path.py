@@ -26,7 +26,7 @@ class GaussianPath:
     """A Gaussian at several times.
 
     Attributes:
-        times: ``(T,)``; those after the last blow-up are left out.
+        times: ``(T,)``; those after the last blow-up are dropped.
         mean: ``(T, *batch, d)``; inf in a member of the batch that has blown up.
         covariance: ``(T, *batch, d, d)``, likewise.
         blow_up_time: ``(*batch,)``, when the covariance becomes infinite, or leaves the range of
@@ -150,8 +150,8 @@ def gaussian_map(
         steps: how often.
         step_size: tau.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
-            beta. The identity if left out.
-        values: V, likewise.
+            beta. The identity by default.
+        values: V, in the same way.
 
     Returns:
         A `GaussianPath` with steps + 1 times ``k * step_size``. It grows doubly exponentially and
@@ -205,8 +205,8 @@ def gaussian_flow(
             singular.
         times: when it is wanted, increasing from 0 or later.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
-            beta. The identity if left out.
-        values: V, likewise.
+            beta. The identity by default.
+        values: V, in the same way.
 
     Returns:
         A `GaussianPath`; its times end before the blow-up.
@@ -220,7 +220,7 @@ def gaussian_flow(
     given = (law.mean, law.covariance, law.A, law.V)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise InputError(
-            "gaussian_flow: there is no derivative here, but an input requires one. Use "
+            "gaussian_flow has no derivative, but an input requires one. Use "
             "gaussian_map with a small step_size, which has, or pass detached tensors."
         )
     wanted = ascending("gaussian_flow", times)

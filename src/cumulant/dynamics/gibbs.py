@@ -169,7 +169,7 @@ def alternate(
         link: "exact", "linear" or "linear+skip".
         log_prior: log rho ``(N,)``.
         drop_normalizer: leave out -G, as the draft does.
-        generator: of the draws.
+        generator: of the draws; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Gaussian(torch.zeros(2), torch.eye(2))
@@ -236,7 +236,7 @@ def block_gibbs(
 
     Its stationary law is exp(-beta E) of the Hopfield energy
     ``E(s) = -G(beta s) / beta + |s|^2 / 2``: a restricted Boltzmann machine with a categorical
-    hidden unit, or, what is the same, the mixture
+    hidden unit, or equivalently the mixture
     ``GaussianMixture(patterns, 1 / beta, log_weights)`` with weights ∝ ``exp(beta |x_i|^2 / 2)``.
     The mean of the second draw is attention: the network's own update is this with the noise left
     out.
@@ -245,8 +245,8 @@ def block_gibbs(
         patterns: ``(N, d)``.
         steps: how often both are drawn.
         beta: inverse temperature, positive.
-        start: ``(chains, d)``; `chains` standard normal points if left out.
-        generator: of the draws.
+        start: ``(chains, d)``; `chains` standard normal points by default.
+        generator: of the draws; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> run = cm.dynamics.block_gibbs(torch.eye(3), 100, chains=7)

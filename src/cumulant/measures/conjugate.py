@@ -5,10 +5,11 @@ See docs/theory.md, T11, T26.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch import distributions as td
 
 from cumulant.core.checks import broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
@@ -28,15 +29,18 @@ from cumulant.measures.simplex import Beta, Dirichlet
 
 __all__ = ["Posterior", "posterior"]
 
+_M = TypeVar("_M", bound=Measure)
+Likelihood = type[Measure] | type[td.Distribution] | Gaussian
 
-class Posterior(NamedTuple):
+
+class Posterior(NamedTuple, Generic[_M]):
     """The updated prior, and log p(observations), ``(*batch,)``."""
 
-    measure: Any
+    measure: _M
     log_evidence: Tensor
 
 
-def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterior:
+def posterior(prior: _M, likelihood: Likelihood, observations: Tensor) -> Posterior[_M]:
     """Bayes' rule for conjugate pairs: the prior tilted by the observations (T11, T26).
 
     A likelihood conjugate to the prior is exp<t(y), u(x)> b(y) in the prior's own statistics u, so
@@ -72,7 +76,8 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
     if isinstance(prior, Gaussian):
         free = MeanCovarianceGaussian(prior.loc, prior.covariance_matrix)
         full = posterior(free, likelihood, observations)
-        return full._replace(measure=Gaussian(full.measure.loc, full.measure.covariance_matrix))
+        member = Gaussian(full.measure.loc, full.measure.covariance_matrix)
+        return Posterior(cast(_M, member), full.log_evidence)
     got, weak = numbers("posterior", observations=observations)
     y = finite("posterior", "observations", got["observations"])
     kind = torch.get_default_dtype() if weak else y.dtype
@@ -92,7 +97,7 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
         ) from None
     updated = member._tilted(shift)._to(kind)
     updated._weak = False
-    return Posterior(updated, evidence.to(kind))
+    return Posterior(cast(_M, updated), evidence.to(kind))
 
 
 def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor]:

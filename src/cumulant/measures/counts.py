@@ -1,4 +1,4 @@
-"""Families on whole numbers and categories (docs/theory.md, T6)."""
+"""Families on integers and categories (docs/theory.md, T6)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Binomial(ExponentialFamily):
     """Successes in n trials, theta = log(p / (1 - p)): G(eta) = n log(1 - p + p e^eta) (T6).
 
     Args:
-        total_count: n, a positive whole number, ``(*batch,)``.
+        total_count: n, a positive integer, ``(*batch,)``.
         probs: p in [0, 1], ``(*batch,)``.
 
     >>> import torch, cumulant as cm
@@ -69,7 +69,7 @@ class Binomial(ExponentialFamily):
     def _set_count(self, count: Tensor) -> None:
         require(
             _whole(count) & (count > 0) & count.isfinite(),
-            lambda: f"{type(self).__name__}: total_count must be a positive whole number.",
+            lambda: f"{type(self).__name__}: total_count must be a positive integer.",
         )
         self._count = row_of(count)
 

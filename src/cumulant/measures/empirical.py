@@ -30,8 +30,8 @@ class Empirical(Measure):
 
     Args:
         points: ``(*batch, N, d)``.
-        log_weights: ``(*batch, N)``, used as they are; -inf takes a point out. The counting
-            measure (all zero) if left out.
+        log_weights: ``(*batch, N)``, not normalized; -inf removes a point. By default all zero:
+            the counting measure.
         values: ``(*batch, N, e)``, attached to the points for `value_mean`.
 
     Raises:

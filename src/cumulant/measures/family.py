@@ -122,7 +122,7 @@ class ExponentialFamily(Measure):
         return torch.where(inside, value, -torch.inf)
 
     def _typical(self, x: Tensor) -> Tensor:
-        """Some point of the support, to stand in where x is none."""
+        """A point of the support, used in place of x outside it."""
         return torch.zeros_like(x)
 
     def _link(self, mean: Tensor) -> Solution:

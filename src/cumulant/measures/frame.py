@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 def whitening(
     center: Tensor, covariance: Tensor, mean: Tensor, resolution: float
 ) -> tuple[Frame, Tensor]:
-    """The frame of a measure, and which of the means lie off its affine span.
+    """The frame of a measure, and which means lie off its affine span.
 
     Coordinates may be in different units, so rank is judged by correlations. `resolution` is the
     rounding of the numbers the caller gave.
@@ -60,6 +60,6 @@ def whitening(
 
 
 def no_frame(like: Tensor) -> Frame:
-    """The coordinates as they are, for eta of d statistics."""
+    """The identity, for eta of d statistics."""
     eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
     return Frame(eye, eye[0] > 1, eye, eye[0, :1])

@@ -48,7 +48,7 @@ class Measure(ABC):
     =============================== ===============================================================
 
     Everything but samples is differentiable, in eta and in the measure's own parameters. A single
-    eta ``(d,)`` gives results without the dimension M; leaving eta out is eta = 0. Batch dimensions
+    eta ``(d,)`` gives results without the dimension M; eta defaults to 0. Batch dimensions
     broadcast. Outside its domain a family has G = +inf and infinite mean, covariance and KL.
     """
 
@@ -220,7 +220,7 @@ class Measure(ABC):
         """KL(p_eta || h) = <eta, E[u]> - G(eta), which is G* at the mean (T7).
 
         Where h is not a probability, such as the counting measure, this is the integral of
-        p log(p / h) all the same: minus the Shannon entropy for counting.
+        p log(p / h) nevertheless: for counting, minus the Shannon entropy.
         """
         entry = self._enter("relative_entropy", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments

@@ -45,9 +45,9 @@ class GaussianMixture(Measure):
         means: ``(*batch, N, d)``.
         covariances: by `covariance_type`: "shared" ``(*batch, d, d)``, "own" ``(*batch, N, d, d)``,
             "diagonal" ``(*batch, N, d)``, "isotropic" ``(*batch, N)`` or one number.
-        log_weights: log pi ``(*batch, N)``, used as they are; uniform probabilities if left out.
-        covariance_type: read off the shape if left out. Where N = d, an array ``(d, d)`` is shared
-            if it is symmetric positive definite and diagonal otherwise.
+        log_weights: log pi ``(*batch, N)``, not normalized; uniform probabilities by default.
+        covariance_type: inferred from the shape by default. Where N = d, an array ``(d, d)`` is
+            shared if it is symmetric positive definite, and diagonal otherwise.
 
     >>> import torch, cumulant as cm
     >>> h = cm.GaussianMixture(torch.tensor([[-1.0], [1.0]]), 0.5)
@@ -183,7 +183,7 @@ class GaussianMixture(Measure):
 
         Args:
             eta: ``(*batch, M, d)``.
-            q: probabilities ``(N,)`` or ``(*batch, M, N)``; the mixture's own weights if left out,
+            q: probabilities ``(N,)`` or ``(*batch, M, N)``; the mixture's own weights by default,
                 which is tight at eta = 0.
         """
         entry = self._enter("log_normalizer_bound", eta=eta)
@@ -302,7 +302,7 @@ class Mixture(Measure):
 
     Args:
         components: a measure with batch shape ``(*batch, N)``.
-        log_weights: log pi ``(*batch, N)``; uniform probabilities if left out.
+        log_weights: log pi ``(*batch, N)``; uniform probabilities by default.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Mixture(cm.Poisson(torch.tensor([1.0, 5.0])))

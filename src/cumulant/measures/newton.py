@@ -79,7 +79,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where there are none."""
+    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where it has none."""
 
     def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
         curvature = _curvature(hessian, eta, frame)
@@ -181,7 +181,7 @@ class _Step(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What to do with some rows before they move: their codes, and which go on or go back."""
+    """What to do with some rows before they move: their codes, which continue, which return."""
 
     code: Tensor
     going: Tensor
