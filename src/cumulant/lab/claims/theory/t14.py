@@ -81,9 +81,6 @@ def one_cloud(trial: Trial) -> tuple[dict[str, Tensor], Tensor, float]:
     names = ("query_weight", "key_weight", "value_weight")
     general: dict[str, Any] = dict(zip(names, (Q, K, V), strict=True))
     tied: dict[str, Any] = {**general, "value_weight": K @ Q.mT}  # value map = score matrix
-        **general,
-        "value_weight": K @ Q.mT,
-    }  # the value map is the score matrix
     cases: tuple[dict[str, Any], ...] = ({}, {}, general, tied)
     found: dict[str, Tensor] = {}
     for case, weights in zip(CASES, cases, strict=True):
