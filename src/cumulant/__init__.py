@@ -32,9 +32,9 @@ from cumulant.measures import (
     Gaussian,
     GaussianMixture,
     Geometric,
+    MeanCovarianceGaussian,
     Measure,
     Mixture,
-    Normal,
     Poisson,
     VonMisesFisher,
     from_torch,
@@ -77,11 +77,11 @@ __all__ = [
     "Geometric",
     "GroupError",
     "InputError",
+    "MeanCovarianceGaussian",
     "Measure",
     "Memory",
     "Mixture",
     "NoSolutionError",
-    "Normal",
     "Outcome",
     "Poisson",
     "VonMisesFisher",
@@ -121,7 +121,7 @@ _NAMES = {
 }
 
 # Names that moved. Asking for the old one says where the new one is.
-_MOVED = {"claims": "cumulant.lab.claims"}
+_MOVED = {"Normal": "cumulant.MeanCovarianceGaussian", "claims": "cumulant.lab.claims"}
 
 
 def __getattr__(name: str) -> Any:

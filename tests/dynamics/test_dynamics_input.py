@@ -98,7 +98,7 @@ def test_collapsed_clouds_cannot_be_whitened():
     ("mean", "covariance", "how", "message"),
     [
         (torch.zeros(2), torch.eye(3), {}, "must agree"),
-        (torch.zeros(2), -torch.eye(2), {}, "negative eigenvalues"),
+        (torch.zeros(2), -torch.eye(2), {}, "positive semi-definite"),
         (torch.zeros(2), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), {}, "symmetric"),
         (torch.zeros(2), torch.eye(2), {"scores": torch.eye(3)}, "scores must be"),
         (torch.zeros(2), torch.eye(2), {"values": torch.full((2, 2), math.nan)}, "NaN"),
@@ -114,11 +114,20 @@ def test_gaussians(mean, covariance, how, message):
 
 def test_starts():
     for name in ("gaussian", "ring", "sphere", "clusters"):
-        assert D.start(name, 12, 3).shape == (12, 3)
-    basis = D.start("orthonormal", 3, 5, dtype=torch.float64)
+        assert D.initial_cloud(name, 12, 3).shape == (12, 3)
+    basis = D.initial_cloud("orthonormal", 3, 5, dtype=torch.float64)
     torch.testing.assert_close(basis @ basis.mT, torch.eye(3, dtype=torch.float64))
-    assert D.clusters(D.start("clusters", 40, 3), distance=0.3).count == 4
-    assert torch.equal(D.start("gaussian", 5, 2, seed=1), D.start("gaussian", 5, 2, seed=1))
+    assert (
+        D.clusters(
+            D.initial_cloud("clusters", 40, 3, generator=torch.Generator().manual_seed(0)),
+            distance=0.3,
+        ).count
+        == 4
+    )
+    assert torch.equal(
+        D.initial_cloud("gaussian", 5, 2, generator=torch.Generator().manual_seed(1)),
+        D.initial_cloud("gaussian", 5, 2, generator=torch.Generator().manual_seed(1)),
+    )
     for how, message in (
         (("star", 3, 2), "the names are"),
         (("ring", 3, 1), "dimension 2"),
@@ -127,4 +136,4 @@ def test_starts():
         (("sphere", 2.5, 2), "an integer"),
     ):
         with pytest.raises(cm.InputError, match=message):
-            D.start(*how)
+            D.initial_cloud(*how)

@@ -46,9 +46,9 @@ def test_clusters_of_a_collapsed_cloud_take_no_pairs():
 def test_sizes_of_far_off_clouds_do_not_overflow():
     x = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=DOUBLE)
     for scale in (1e-200, 1.0, 1e200):
-        assert D.norm(scale * x).item() == pytest.approx(5 * scale)
-        assert D.spread(scale * x).item() == pytest.approx(5 * scale)
-    assert D.norm(torch.zeros(3, 2)) == 0
+        assert D.cloud_norm(scale * x).item() == pytest.approx(5 * scale)
+        assert D.cloud_spread(scale * x).item() == pytest.approx(5 * scale)
+    assert D.cloud_norm(torch.zeros(3, 2)) == 0
 
 
 def test_participation_ratio():
@@ -71,21 +71,23 @@ def test_entropy_of_gaussian_uniform_and_scaled(d):
     torch.manual_seed(d)
     x = torch.randn(4000, d, dtype=DOUBLE)
     exact = 0.5 * d * math.log(2 * math.pi * math.e)
-    assert D.entropy(x).item() == pytest.approx(exact, abs=0.1 * d**0.5)
+    assert D.cloud_entropy(x).item() == pytest.approx(exact, abs=0.1 * d**0.5)
     torch.testing.assert_close(
-        D.entropy(3 * x) - D.entropy(x), torch.tensor(d * math.log(3)).double()
+        D.cloud_entropy(3 * x) - D.cloud_entropy(x), torch.tensor(d * math.log(3)).double()
     )
     if d < 3:
-        assert D.entropy(torch.rand(4000, d, dtype=DOUBLE)).item() == pytest.approx(0, abs=0.1)
+        assert D.cloud_entropy(torch.rand(4000, d, dtype=DOUBLE)).item() == pytest.approx(
+            0, abs=0.1
+        )
 
 
 def test_entropy_of_atoms_and_batches():
     x = torch.randn(3, 200, 2, dtype=DOUBLE)
-    together = D.entropy(x)
-    torch.testing.assert_close(together, torch.stack([D.entropy(one) for one in x]))
-    assert D.entropy(torch.zeros(10, 2)) == -math.inf
+    together = D.cloud_entropy(x)
+    torch.testing.assert_close(together, torch.stack([D.cloud_entropy(one) for one in x]))
+    assert D.cloud_entropy(torch.zeros(10, 2)) == -math.inf
     with pytest.raises(cm.InputError, match="neighbors must lie"):
-        D.entropy(x, neighbors=200)
+        D.cloud_entropy(x, neighbors=200)
 
 
 def test_expansion_of_a_linear_map():

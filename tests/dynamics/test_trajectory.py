@@ -156,7 +156,7 @@ def test_an_interrupted_flow_leaves_what_it_had(tmp_path):
         if progress.done >= 2:
             raise KeyboardInterrupt
 
-    x = D.start("sphere", 10, 3)
+    x = D.initial_cloud("sphere", 10, 3)
     with pytest.raises(KeyboardInterrupt):
         D.flow(x, torch.arange(9), contraction=D.Sphere(), checkpoint=path, progress=interrupt)
     assert D.Trajectory.load(path).times.tolist() == [0.0, 1.0, 2.0]

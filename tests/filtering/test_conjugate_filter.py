@@ -409,7 +409,7 @@ def test_push_permute_and_merge():
     assert stats.kstest(drawn[:, 2], stats.beta(merged[2], merged[:2].sum()).cdf).pvalue > 0.01
 
 
-@pytest.mark.parametrize("family", [cm.Normal, cm.Gaussian])
+@pytest.mark.parametrize("family", [cm.MeanCovarianceGaussian, cm.Gaussian])
 def test_push_linear(family):
     m, S = np.array([1.0, -2.0]), np.array([[2.0, 0.3], [0.3, 1.0]])
     W, b = np.array([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]]), np.array([0.1, 0.2, 0.3])
@@ -449,7 +449,7 @@ def test_push_keeps_precision_and_derivatives():
         (cm.Beta(1.0, 1.0), Scale(2.0)),
         (cm.Beta(1.0, 1.0), Permute([1, 0])),
         (cm.Dirichlet(torch.ones(2)), Flip()),
-        (cm.Normal(torch.zeros(1), 1.0), Scale(2.0)),
+        (cm.MeanCovarianceGaussian(torch.zeros(1), 1.0), Scale(2.0)),
         (cm.Gamma(1.0, 1.0), torch.exp),
     ],
 )
@@ -462,7 +462,7 @@ def test_pairs_that_are_not_closed_are_refused(measure, map):
 
 def test_maps_that_do_not_fit():
     three = cm.Dirichlet(torch.ones(3))
-    with pytest.raises(cm.InputError, match="expected a member of Gamma"):
+    with pytest.raises(cm.InputError, match="expected a Gamma, Beta"):
         push(cm.Poisson(1.0), Scale(2.0))
     with pytest.raises(cm.InputError, match="one family and dimension"):
         push(three, Renew(cm.Dirichlet(torch.ones(4))))
@@ -471,7 +471,7 @@ def test_maps_that_do_not_fit():
     with pytest.raises(cm.InputError, match="2 coordinates for 3"):
         push(three, Permute([1, 0]))
     with pytest.raises(cm.InputError, match="law of 1 numbers"):
-        push(cm.Normal(torch.zeros(1), 1.0), Linear(torch.eye(2)))
+        push(cm.MeanCovarianceGaussian(torch.zeros(1), 1.0), Linear(torch.eye(2)))
     with pytest.raises(cm.InputError, match="must broadcast"):
         push(cm.Gamma(torch.ones(2), 1.0), Scale(torch.ones(3)))
     with pytest.raises(cm.InputError, match="several eta"):
@@ -532,7 +532,7 @@ def test_gradients_other_families(family):
             return filter_conjugate(model, torch.eye(2)[[0, 1, 1, 0]]).log_likelihood
         noise = cm.Gaussian(f64(0.0), b[:1])
         linear = Linear(a[:1, None], a[1:], b[1:, None])
-        model = model_of(cm.Normal(a[:1], a[1:]), noise, [None, linear], rows)
+        model = model_of(cm.MeanCovarianceGaussian(a[:1], a[1:]), noise, [None, linear], rows)
         return filter_conjugate(model, f64(1, 0.5, -2, 1)[:, None]).log_likelihood
 
     given = [f64(0.8, 2.0), f64(1.5, 0.6), torch.randn(2, 2).to(T64)]
@@ -679,7 +679,7 @@ def test_observations_that_make_no_sense(case, y, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"prior": cm.Poisson(1.0)}, "expected a member of Gamma"),
+        ({"prior": cm.Poisson(1.0)}, "expected a Gamma, Beta"),
         ({"prior": cm.Gamma(torch.ones(3), 1.0)}, r"batch shape \(\) or \(2,\)"),
         ({"likelihood": cm.Bernoulli}, "Gamma is not conjugate to Bernoulli"),
         ({"likelihood": [cm.Poisson] * 3}, "3 entries for 2 modes"),
@@ -698,7 +698,7 @@ def test_observations_that_make_no_sense(case, y, match):
         ),
         (
             {
-                "prior": cm.Normal(torch.zeros(2), 1.0),
+                "prior": cm.MeanCovarianceGaussian(torch.zeros(2), 1.0),
                 "likelihood": cm.Gaussian(torch.zeros(2), 1.0),
                 "dynamics": Linear(torch.ones(1, 2)),
             },
@@ -706,14 +706,14 @@ def test_observations_that_make_no_sense(case, y, match):
         ),
         (
             {
-                "prior": cm.Normal(torch.zeros(2), 1.0),
+                "prior": cm.MeanCovarianceGaussian(torch.zeros(2), 1.0),
                 "likelihood": cm.Gaussian(torch.zeros(2, 2), 1.0),
             },
             "as a list",
         ),
         (
             {
-                "prior": cm.Normal(torch.zeros(2), 1.0),
+                "prior": cm.MeanCovarianceGaussian(torch.zeros(2), 1.0),
                 "likelihood": cm.Gaussian(torch.zeros(3), 1.0),
             },
             "must agree",

@@ -35,7 +35,7 @@ PAIRS = {
     "Gaussian": cm.Gaussian(
         torch.tensor([0.0, 1.0], dtype=DOUBLE), torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=DOUBLE)
     ),
-    "Normal": cm.Normal(
+    "MeanCovarianceGaussian": cm.MeanCovarianceGaussian(
         torch.tensor([0.0, 1.0], dtype=DOUBLE), torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=DOUBLE)
     ),
 }

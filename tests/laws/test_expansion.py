@@ -42,7 +42,7 @@ def test_no_pair_gets_closer_and_none_expands_beyond_the_bound(x, beta, tau):
     assert (pairs(y) >= pairs(x) + tau**2 * pairs(gradient) - slack).all()
     found = D.expansion(x, y)
     assert found.minimum >= 1 - 1e-7
-    assert found.maximum <= D.bounds(x, beta=beta, step_size=tau).pairs * (1 + 1e-9)
+    assert found.maximum <= D.expansion_bounds(x, beta=beta, step_size=tau).pairs * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,9 +51,9 @@ def test_the_joint_bound_is_never_violated(x, beta, tau):
     J = jacrev(lambda z: D.step(z.reshape(x.shape), beta=beta, step_size=tau).flatten())(
         x.flatten()
     )
-    assert torch.linalg.matrix_norm(J, 2) <= D.bounds(x, beta=beta, step_size=tau).joint * (
-        1 + 1e-9
-    )
+    assert torch.linalg.matrix_norm(J, 2) <= D.expansion_bounds(
+        x, beta=beta, step_size=tau
+    ).joint * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)

@@ -95,8 +95,22 @@ def test_self_attention_may_have_no_inverse():
     """At low temperature attention jumps from one maximum to the next, and what lies between is
     never reached."""
     y = 30 * torch.randn(20, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(cm.ConvergenceError, match="need not have an inverse"):
+    with pytest.raises(cm.ConvergenceError, match="need not have an inverse") as caught:
         D.inverse(y, beta=5.0, step_size=3.0)
+    value, status = D.inverse(y, beta=5.0, step_size=3.0, throw=False)
+    assert not status.converged.any()
+    assert status.code.shape == (20,)
+    assert torch.equal(caught.value.result.value, value)
+    assert (D.step(value, beta=5.0, step_size=3.0) - y).abs().max() > 1e-3
+
+
+def test_the_outcome_of_each_point():
+    y, patterns = torch.randn(2, 4, 3, dtype=DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+    for how in ({"patterns": patterns}, {"step_size": 0.1}, {"step_size": 0.0}):
+        value, status = D.inverse(y, throw=False, **how)
+        assert status == "converged"
+        assert status.code.shape == (2, 4)
+        assert torch.equal(value, D.inverse(y, **how))
 
 
 def test_nothing_to_undo():

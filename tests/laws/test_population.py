@@ -40,7 +40,7 @@ def test_equiangular_points_follow_their_equation(n, cosine, d, beta):
 
 
 def test_small_steps_approach_the_flow():
-    x = D.start("sphere", 10, 3, dtype=DOUBLE)
+    x = D.initial_cloud("sphere", 10, 3, dtype=DOUBLE)
     exact = D.flow(x, [0.0, 2.0], beta=2.0, contraction=D.Sphere()).final
     errors = [
         (D.simulate(x, k, step_size=2.0 / k, beta=2.0, contraction=D.Sphere()).final - exact)
@@ -310,14 +310,21 @@ def test_blow_up_time_from_particles_within_one_percent():
 
 
 def test_at_small_beta_random_starts_collapse_to_one_point():
-    x = torch.stack([D.start("sphere", 32, 3, seed=s, dtype=DOUBLE) for s in range(6)])
+    x = torch.stack(
+        [
+            D.initial_cloud(
+                "sphere", 32, 3, generator=torch.Generator().manual_seed(s), dtype=DOUBLE
+            )
+            for s in range(6)
+        ]
+    )
     run = D.flow(x, [0.0, 40.0], beta=1.0, contraction=D.Sphere())
     assert D.clusters(run.final).count.tolist() == [1] * 6
     assert (run.final.mT @ run.final / 32).diagonal(dim1=-2, dim2=-1).sum(-1) == pytest.approx(1)
 
 
 def test_at_large_beta_clusters_live_long():
-    x = D.start("sphere", 24, 3, seed=0, dtype=DOUBLE)
+    x = D.initial_cloud("sphere", 24, 3, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
     run = D.flow(x, [0.0, 10.0, 100.0], beta=9.0, contraction=D.Sphere())
     counts = D.clusters(run.states).count.tolist()
     assert counts[0] > counts[1] >= counts[2] > 1
@@ -325,7 +332,10 @@ def test_at_large_beta_clusters_live_long():
 
 def test_more_clusters_at_larger_beta_and_fewer_in_time():
     beta = torch.tensor([1.0, 4.0, 16.0, 64.0], dtype=DOUBLE)[:, None, None]
-    starts = [D.start("sphere", 64, 3, seed=s, dtype=DOUBLE) for s in range(4)]
+    starts = [
+        D.initial_cloud("sphere", 64, 3, generator=torch.Generator().manual_seed(s), dtype=DOUBLE)
+        for s in range(4)
+    ]
     totals = torch.zeros(3, 4)
     for x in starts:
         run = D.flow(x.expand(4, 64, 3), [3.0, 10.0, 30.0], beta=beta, contraction=D.Sphere())
@@ -336,6 +346,6 @@ def test_more_clusters_at_larger_beta_and_fewer_in_time():
 
 
 def test_the_uniform_law_on_the_circle_is_stationary():
-    x = D.start("ring", 200, 2, dtype=DOUBLE)
+    x = D.initial_cloud("ring", 200, 2, dtype=DOUBLE)
     moved = D.flow(x, [0.0, 1.0], beta=2.0, contraction=D.Sphere()).final - x
     assert moved.abs().max() < 1e-7

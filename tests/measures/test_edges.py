@@ -45,7 +45,7 @@ def test_the_dual_works_in_every_precision():
         (cm.Exponential(2.0), [[0.0]], [INF]),
         (cm.Gamma(2.0, 1.0), [[1.0, 0.0]], [INF]),
         (cm.VonMisesFisher([1.0, 0.0], 1.0), [[1.0, 0.0]], [INF]),
-        (cm.Normal([0.0], 1.0), [[1.0, 1.0]], [INF]),
+        (cm.MeanCovarianceGaussian([0.0], 1.0), [[1.0, 1.0]], [INF]),
     ],
 )
 def test_the_dual_on_the_boundary(h, mean, exact):
@@ -68,14 +68,14 @@ def test_mixtures_know_their_hull():
     assert cm.Mixture(cm.Poisson(t(1.0, 5.0))).dual(t([-1.0])) == INF
     ball = cm.Mixture(cm.VonMisesFisher(t([1.0, 0.0], [0.0, 1.0]), t(1.0, 2.0)))
     assert ball.link(t([1.0, 0.0], [2.0, 0.0]), throw=False).status.code.tolist() == [1, 2]
-    normals = cm.Mixture(cm.Normal(t([0.0], [3.0]), t([1.0], [2.0])))
+    normals = cm.Mixture(cm.MeanCovarianceGaussian(t([0.0], [3.0]), t([1.0], [2.0])))
     mean = t([0.0, 100.0])
     torch.testing.assert_close(normals.mean(normals.link(mean)), mean)
 
 
 def test_forward_mode_through_a_precision_matrix():
     """torch's cholesky_inverse is wrong there."""
-    f = lambda S: cm.Normal(t(0.0, 0.0), (S + S.mT) / 2).natural
+    f = lambda S: cm.MeanCovarianceGaussian(t(0.0, 0.0), (S + S.mT) / 2).natural
     S = t([2.0, 0.5], [0.5, 1.0])
     torch.testing.assert_close(jacfwd(f)(S), jacrev(f)(S))
 
@@ -195,7 +195,7 @@ def test_infinite_parameters_are_refused():
         lambda: cm.Poisson.from_expectation([INF]),
         lambda: cm.Binomial(INF, 0.5),
         lambda: cm.Categorical.from_natural([-INF, -INF]),
-        lambda: cm.Normal.from_natural(torch.zeros(0)),
+        lambda: cm.MeanCovarianceGaussian.from_natural(torch.zeros(0)),
         lambda: cm.Dirichlet.from_natural(torch.ones(1)),
     ):
         with pytest.raises(cm.InputError):
@@ -256,7 +256,7 @@ def test_samples_outside_the_support(sample, family):
 def test_weighted_batches_of_points():
     points, logs = torch.rand(6, 1, dtype=DOUBLE) + 0.1, torch.randn(2, 6, dtype=DOUBLE)
     h = cm.Empirical(points, logs)
-    for family in (cm.Gamma, cm.Normal, cm.Gaussian, cm.Exponential):
+    for family in (cm.Gamma, cm.MeanCovarianceGaussian, cm.Gaussian, cm.Exponential):
         out = cm.project(h, family)
         assert out.batch_shape == (2,)
         one = cm.project(cm.Empirical(points, logs[1]), family)
@@ -266,7 +266,7 @@ def test_weighted_batches_of_points():
 
 
 def test_tilted_mixtures_with_other_statistics_ask_for_samples():
-    h = cm.Mixture(cm.Normal(t([1.0], [2.0]), t([1.0], [1.0]))).tilt(t(0.0, 0.0))
+    h = cm.Mixture(cm.MeanCovarianceGaussian(t([1.0], [2.0]), t([1.0], [1.0]))).tilt(t(0.0, 0.0))
     with pytest.raises(cm.InputError, match="samples="):
         cm.project(h, cm.Gaussian)
     assert float(cm.project(h, cm.Gaussian, samples=20_000).loc) == pytest.approx(1.5, abs=0.05)
@@ -355,7 +355,7 @@ def test_copies_and_pickles():
 
 
 def test_errors_name_the_call_that_failed():
-    with pytest.raises(cm.InputError, match=r"^maximum_entropy: 1 of 1 means lie outside"):
+    with pytest.raises(cm.InputError, match=r"^maximum_entropy: outside: the mean lies outside"):
         cm.maximum_entropy(torch.arange(6.0), 7.0)
     with pytest.raises(cm.InputError, match=r"^project: .*Gaussian.*boundary"):
         cm.project(torch.ones(3, 2), cm.Gaussian)

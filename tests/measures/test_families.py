@@ -439,7 +439,7 @@ class TestNormal(MeasureCase):
         return {"mean": t(0.5 - k), "covariance": t([0.7])}
 
     def make(self, mean, covariance):
-        return cm.Normal(mean, covariance)
+        return cm.MeanCovarianceGaussian(mean, covariance)
 
     def law(self, mean, covariance):
         return td.Normal(mean[0], covariance[0, 0].sqrt())
@@ -463,7 +463,7 @@ class TestPlaneNormal(MeasureCase):
         return {"mean": t(0.5, -k), "covariance": spd(k)}
 
     def make(self, mean, covariance):
-        return cm.Normal(mean, (covariance + covariance.mT) / 2)
+        return cm.MeanCovarianceGaussian(mean, (covariance + covariance.mT) / 2)
 
     def nodes(self, mean, covariance):
         x, logs = plane(td.MultivariateNormal(mean, covariance).log_prob, 40, 440)

@@ -72,7 +72,7 @@ BAD = {
     "negative rate": (lambda: cm.Poisson(-1.0), "rate must be positive and finite"),
     "probability above one": (lambda: cm.Bernoulli(1.5), r"probs must lie in \[0, 1\].*1\.5"),
     "probability below zero": (lambda: cm.Binomial(3, -0.1), r"probs must lie in \[0, 1\]"),
-    "half a trial": (lambda: cm.Binomial(2.5, 0.5), "total_count must be a positive whole number"),
+    "half a trial": (lambda: cm.Binomial(2.5, 0.5), "total_count must be a positive integer"),
     "no success": (lambda: cm.Geometric(0.0), "probs must be positive"),
     "negative categories": (lambda: cm.Categorical([0.5, -0.5]), r"probabilities lie in \[0, 1\]"),
     "negative concentration": (
@@ -99,7 +99,7 @@ BAD = {
         "q must end in a dimension of 2",
     ),
     "no values": (lambda: cm.Empirical(EYE).value_mean(EYE), "has no values"),
-    "samples": (lambda: cm.Poisson(1.0).sample(torch.zeros(1, 1), -1), "whole number >= 0"),
+    "samples": (lambda: cm.Poisson(1.0).sample(torch.zeros(1, 1), -1), "sample: n must be"),
     "projecting nothing": (lambda: cm.project(3.0, cm.Gamma), "source must be a sample"),
     "onto nothing": (lambda: cm.project(EYE, "gamma"), "onto must be a measure"),
     "sample outside": (

@@ -95,7 +95,9 @@ def test_tilted_laws_as_torch_distributions():
         cm.Gamma(t(2.0, 3.0), t(1.0, 0.5)),
         cm.Beta(t(2.0, 3.0), t(1.0, 0.5)),
         cm.Dirichlet(t([1.0, 2.0], [3.0, 4.0])),
-        cm.Normal(torch.zeros(2, 2, dtype=DOUBLE), torch.eye(2, dtype=DOUBLE).expand(2, 2, 2)),
+        cm.MeanCovarianceGaussian(
+            torch.zeros(2, 2, dtype=DOUBLE), torch.eye(2, dtype=DOUBLE).expand(2, 2, 2)
+        ),
         cm.Poisson(t(1.0, 2.0)),
         cm.Bernoulli(t(0.1, 0.2)),
         cm.Geometric(t(0.1, 0.2)),
@@ -125,4 +127,4 @@ def test_coordinates_of_families_with_something_fixed():
     with pytest.raises(cm.InputError, match="2 statistics"):
         cm.Gamma.from_natural(t(1.0, 1.0, 1.0))
     with pytest.raises(cm.InputError, match="2, 5, 9"):
-        cm.Normal.from_natural(t(1.0, 1.0, 1.0))
+        cm.MeanCovarianceGaussian.from_natural(t(1.0, 1.0, 1.0))

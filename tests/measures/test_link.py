@@ -12,7 +12,7 @@ import torch
 from torch.func import jacfwd, jacrev, vmap
 
 import cumulant as cm
-from cumulant.measures import Link
+from cumulant.core.outcome import Solution
 from cumulant.measures import newton as solver
 
 DOUBLE = torch.float64
@@ -44,17 +44,47 @@ def test_status_of_each_mean():
     assert status.boundary.tolist() == [False, True, True, False, False, False]
     assert status.outside.tolist() == [False, False, False, True, True, False]
     assert value.isfinite().all()
-    assert "2 of 6 means lie outside" in str(status)
-    assert "all 1 means" in str(cm.Empirical(DIE).link(column(4.5), throw=False).status)
+    assert "2 of 6 outside: the mean lies outside the convex hull" in str(status)
+    assert str(cm.Empirical(DIE).link(column(4.5), throw=False).status) == "converged"
 
 
 def test_outside_raises_and_says_how_many():
-    with pytest.raises(cm.InputError, match=r"1 of 2 means lie outside the convex hull.*throw=Fal"):
+    with pytest.raises(cm.InputError, match=r"1 of 2 outside: the mean .*throw=False"):
         cm.Empirical(DIE).link(column(4.5, 7.0))
     with pytest.raises(cm.InputError, match="boundary"):
         cm.Empirical(DIE).link(column(6.0))
     with pytest.raises(cm.InputError, match="outside"):
         vmap(cm.Empirical(DIE).link)(column(4.5, 7.0)[:, None])
+
+
+@pytest.mark.parametrize("error", [cm.NoSolutionError, cm.InputError, cm.ConvergenceError])
+@pytest.mark.parametrize("call", [lambda f: f, vmap])
+def test_the_error_outside_is_of_both_kinds_and_carries_the_result(error, call):
+    means = column(4.5, 7.0)[:, None]
+    with pytest.raises(error) as caught:
+        call(cm.Empirical(DIE).link)(means)
+    value, status = call(lambda m: cm.Empirical(DIE).link(m, throw=False))(means)
+    assert torch.equal(caught.value.result.value, value)
+    assert caught.value.result.status == status
+    assert status.outside.flatten().tolist() == [False, True]
+
+
+def test_maximum_entropy_without_raising():
+    faces = torch.arange(1.0, 7.0, dtype=DOUBLE)
+    value, status = cm.maximum_entropy(faces.expand(2, 6)[..., None], column(4.5, 7.0), throw=False)
+    assert status.outside.tolist() == [False, True]
+    torch.testing.assert_close(value[0], cm.maximum_entropy(faces, 4.5))
+    with pytest.raises(cm.NoSolutionError) as caught:
+        cm.maximum_entropy(faces, 7.0)
+    assert caught.value.result.status == "outside"
+
+
+def test_a_stall_is_no_fault_of_the_input(monkeypatch):
+    monkeypatch.setattr(solver, "_STEPS", 1)
+    with pytest.raises(cm.ConvergenceError, match="link: stalled") as caught:
+        cm.Empirical(DIE).link(column(4.5))
+    assert not isinstance(caught.value, cm.InputError)
+    assert caught.value.result.status == "stalled"
 
 
 def test_a_corner_an_edge_and_a_face_of_a_cube():
@@ -132,7 +162,7 @@ def test_hull_of_families():
         value, status = h.link(column(*means), throw=False)
         assert status.code.tolist() == list(codes), h
         assert value.isfinite().all()
-        with pytest.raises(cm.InputError, match="of 3 means"):
+        with pytest.raises(cm.InputError, match=r"of 3 (outside|boundary)"):
             h.link(column(*means))
     simplex = cm.Categorical([0.2, 0.8, 0.0])
     means = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0, 0], [0.4, 0.4, 0.2], [0.4, 0.4, 0.0]])
@@ -147,7 +177,7 @@ def test_hull_of_families():
         cm.Gamma.from_expectation([1.0, 0.1])
     beta = cm.Beta(2.0, 3.0)
     assert beta.link(torch.tensor([-0.1, -0.1]), throw=False).status.code == outside
-    normal = cm.Normal([0.0], 1.0)
+    normal = cm.MeanCovarianceGaussian([0.0], 1.0)
     means = torch.tensor([[1.0, 2.0], [1.0, 1.0], [1.0, 0.5]])
     assert normal.link(means, throw=False).status.code.tolist() == [0, 1, 2]
 
@@ -229,5 +259,5 @@ def test_ill_conditioned_clouds_converge():
 
 def test_status_survives_vmap():
     found = vmap(lambda m: cm.Empirical(DIE).link(m, throw=False))(column(4.5, 7.0)[:, None])
-    assert isinstance(found, Link)
+    assert isinstance(found, Solution)
     assert found.status.code.tolist() == [[0], [2]]

@@ -177,4 +177,4 @@ def test_dynamics_at_beta_zero():
     y = cm.dynamics.step(x, beta=0.0, patterns=patterns)
     torch.testing.assert_close(y, x + patterns.mean(0))
     torch.testing.assert_close(cm.dynamics.inverse(y, beta=0.0, patterns=patterns), x)
-    assert float(cm.dynamics.bounds(x, beta=0.0).pairs) == 1
+    assert float(cm.dynamics.expansion_bounds(x, beta=0.0).pairs) == 1

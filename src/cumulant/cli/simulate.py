@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.cli.progress import Shown
-from cumulant.core.checks import real
+from cumulant.core.checks import generator_of, real
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination
-from cumulant.dynamics.starts import STARTS
+from cumulant.dynamics.initial import STARTS
 
 Start = Tensor | dynamics.Trajectory
 
@@ -37,7 +37,10 @@ def read_points(source: str, points: int | None, dimension: int, seed: int) -> S
     if source in STARTS:
         most = dimension if source == "orthonormal" else 200
         count = most if points is None else points
-        return dynamics.start(source, count, dimension, seed=seed, dtype=torch.float64)
+        random = generator_of("simulate", seed)
+        return dynamics.initial_cloud(
+            source, count, dimension, generator=random, dtype=torch.float64
+        )
     path = Path(source)
     try:
         path.stat()

@@ -28,6 +28,7 @@ __all__ = [
     "real",
     "require",
     "row_of",
+    "semi_definite",
     "symmetric_definite",
     "whole",
 ]
@@ -142,6 +143,41 @@ def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
         ),
     )
     return half
+
+
+def semi_definite(owner: str, name: str, x: Tensor) -> None:
+    """Raise unless x is a symmetric positive semi-definite matrix ``(..., d, d)``, up to rounding.
+
+    Eigenvalues are those of correlations, so that a large variance does not hide a negative one.
+    """
+    if x.shape[-1] == 0:
+        return
+    # What rounding, or a finite difference, may do to a symmetry.
+    slack = 1e-5
+    size = x.detach().abs().amax((-2, -1), keepdim=True)
+    require(
+        (x - x.mT).abs() <= slack * size,
+        lambda: (
+            f"{owner}: {name} must be symmetric; entries differ from their transposes by up to "
+            f"{float((x - x.mT).abs().max()):.3g}."
+        ),
+    )
+    P = ((x + x.mT) / 2).detach()
+    variances = P.diagonal(dim1=-2, dim2=-1)
+    # What has no variance must have no covariance, up to rounding of the largest entry.
+    least = torch.finfo(x.dtype).eps * size[..., 0]
+    unit = variances.clamp_min(least).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
+    correlations = P / unit[..., :, None] / unit[..., None, :]
+    lowest = torch.linalg.eigvalsh(correlations)[..., 0]
+    slack = 1e3 * torch.finfo(x.dtype).eps
+    require(
+        (variances.amin(-1) >= 0) & (lowest >= -slack),
+        lambda: (
+            f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
+            f"{float(torch.linalg.eigvalsh(P).min()):.3g}, that of its correlations "
+            f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
+        ),
+    )
 
 
 def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:

@@ -3,18 +3,21 @@
 See docs/theory.md, T13-T18.
 """
 
+from typing import NoReturn
+
+from cumulant.core.renamed import moved
 from cumulant.dynamics.contraction import Contraction, LayerNorm, RMSNorm, Sphere, Whiten
 from cumulant.dynamics.expansion import (
-    Bounds,
     Expansion,
+    ExpansionBounds,
     Lipschitz,
-    bounds,
     expansion,
+    expansion_bounds,
     local_lipschitz,
 )
 from cumulant.dynamics.field import step
-from cumulant.dynamics.fixed_point import FixedPoint, Status, fixed_point, spectral_radius
-from cumulant.dynamics.gaussian import GaussianPath, gaussian_flow, gaussian_map
+from cumulant.dynamics.fixed_point import FixedPoint, fixed_point, spectral_radius
+from cumulant.dynamics.gaussian_path import GaussianPath, gaussian_flow, gaussian_map
 from cumulant.dynamics.gaussianity import Gaussianity, gaussianity
 from cumulant.dynamics.gibbs import (
     Alternation,
@@ -24,21 +27,28 @@ from cumulant.dynamics.gibbs import (
     block_gibbs,
     stationary,
 )
+from cumulant.dynamics.initial import initial_cloud
 from cumulant.dynamics.inverse import inverse
 from cumulant.dynamics.krylov import Spectrum
-from cumulant.dynamics.shape import Clusters, clusters, entropy, norm, participation_ratio, spread
+from cumulant.dynamics.shape import (
+    Clusters,
+    cloud_entropy,
+    cloud_norm,
+    cloud_spread,
+    clusters,
+    participation_ratio,
+)
 from cumulant.dynamics.simulate import flow, simulate
 from cumulant.dynamics.spins import MeanField, mean_field
-from cumulant.dynamics.starts import start
 from cumulant.dynamics.trajectory import Trajectory
 
 __all__ = [
     "Alternation",
     "BlockGibbs",
-    "Bounds",
     "Clusters",
     "Contraction",
     "Expansion",
+    "ExpansionBounds",
     "FixedPoint",
     "GaussianPath",
     "Gaussianity",
@@ -48,30 +58,43 @@ __all__ = [
     "RMSNorm",
     "Spectrum",
     "Sphere",
-    "Status",
     "Trajectory",
     "Whiten",
     "alternate",
     "alternation_matrix",
     "block_gibbs",
-    "bounds",
+    "cloud_entropy",
+    "cloud_norm",
+    "cloud_spread",
     "clusters",
-    "entropy",
     "expansion",
+    "expansion_bounds",
     "fixed_point",
     "flow",
     "gaussian_flow",
     "gaussian_map",
     "gaussianity",
+    "initial_cloud",
     "inverse",
     "local_lipschitz",
     "mean_field",
-    "norm",
     "participation_ratio",
     "simulate",
     "spectral_radius",
-    "spread",
-    "start",
     "stationary",
     "step",
 ]
+
+_MOVED = {
+    "Bounds": "cumulant.dynamics.ExpansionBounds",
+    "Status": "cumulant.Outcome",
+    "bounds": "cumulant.dynamics.expansion_bounds",
+    "entropy": "cumulant.dynamics.cloud_entropy",
+    "norm": "cumulant.dynamics.cloud_norm",
+    "spread": "cumulant.dynamics.cloud_spread",
+    "start": "cumulant.dynamics.initial_cloud",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    moved("cumulant.dynamics", name, _MOVED)

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
-from cumulant.dynamics.checks import levels_of, some_points
+from cumulant.dynamics.cloud_checks import levels_of, some_points
 from cumulant.dynamics.krylov import largest_singular_value
 from cumulant.dynamics.shape import rows_at_once, size_of
 
-__all__ = ["Bounds", "Expansion", "Lipschitz", "bounds", "expansion", "local_lipschitz"]
+__all__ = [
+    "Expansion",
+    "ExpansionBounds",
+    "Lipschitz",
+    "expansion",
+    "expansion_bounds",
+    "local_lipschitz",
+]
 
 
 class Expansion(NamedTuple):
@@ -55,8 +62,8 @@ def expansion(
     Args:
         before, after: ``(*batch, N, d)`` and ``(*batch, N, e)``.
         levels: which quantiles.
-        pairs: all pairs are taken if there are no more than this, otherwise so many random ones.
-        generator: of the random ones.
+        pairs: how many random pairs to take; all pairs if there are no more than this.
+        generator: of the random pairs; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(50, 4)
@@ -126,7 +133,7 @@ def local_lipschitz(
     Args:
         f: any differentiable map; its output may have another shape.
         x: where.
-        batch_dims: so many leading dimensions are separate problems, which f treats independently.
+        batch_dims: the number of leading dimensions that are separate problems to f.
         tol: relative distance of the bound above, at which it stops.
         max_steps: rounds at most; memory is twice that many states.
 
@@ -183,7 +190,7 @@ def local_lipschitz(
     return Lipschitz(value, found.steps, converged.to(state.device).reshape(batch), upper)
 
 
-class Bounds(NamedTuple):
+class ExpansionBounds(NamedTuple):
     """Upper bounds of what one step can do, each ``(*batch,)``.
 
     ``pairs``: of the ratio of distances of two points that see the same measure.
@@ -194,7 +201,7 @@ class Bounds(NamedTuple):
     joint: Tensor
 
 
-def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
+def expansion_bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> ExpansionBounds:
     """What a step without weights and contraction can do at most to a cloud x (T14).
 
     Two points under one measure: 1 + tau beta diam^2 / 4, because no law on a set of that diameter
@@ -204,13 +211,13 @@ def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
     (2024) show that the order sqrt N is right.
 
     >>> import torch, cumulant as cm
-    >>> cm.dynamics.bounds(torch.tensor([[1.0], [-1.0]])).pairs
+    >>> cm.dynamics.expansion_bounds(torch.tensor([[1.0], [-1.0]])).pairs
     tensor(2.)
     """
-    points = some_points("bounds", x).detach()
+    points = some_points("expansion_bounds", x).detach()
     kind, points = points.dtype, points if points.device.type == "mps" else points.double()
-    beta = real("bounds", "beta", beta, least=0.0)
-    tau = abs(real("bounds", "step_size", step_size))
+    beta = real("expansion_bounds", "beta", beta, least=0.0)
+    tau = abs(real("expansion_bounds", "step_size", step_size))
     n = points.shape[-2]
     farthest = points.new_zeros(points.shape[:-2])
     for piece in points.split(rows_at_once(points), -2):
@@ -218,4 +225,4 @@ def bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> Bounds:
         farthest = torch.maximum(farthest, gaps.amax((-2, -1)))
     radius = torch.linalg.vector_norm(points, dim=-1).amax(-1).square()
     joint = 1 + tau * (beta * radius * (1 + n**0.5) + n**0.5)
-    return Bounds((1 + tau * beta * farthest.square() / 4).to(kind), joint.to(kind))
+    return ExpansionBounds((1 + tau * beta * farthest.square() / 4).to(kind), joint.to(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -161,31 +162,54 @@ def prepare(
         "value_weight": value_weight,
     }
     got, _ = numbers(owner, **{n: t for n, t in given.items() if t is not None or n == "x"})
-    points = finite(owner, "x", got["x"])
+    points = _points(owner, got["x"])
+    _check_patterns(owner, points, got.get("patterns"))
+    _check_weights(owner, points.shape[-1], got)
+    _check_batch(owner, points, got)
+    _check_contraction(owner, contraction)
+    field = Field(
+        _inverse_temperature(owner, beta, points),
+        got.get("patterns"),
+        got.get("query_weight"),
+        got.get("key_weight"),
+        got.get("value_weight"),
+        is_causal,
+    )
+    size = _number(owner, "step_size", step_size, points)
+    given_tensor = isinstance(x, Tensor) and x.is_floating_point()  # pyright: ignore[reportUnnecessaryIsInstance]
+    kind = x.dtype if given_tensor else points.dtype
+    return Call(points, field, size, contraction, kind)
+
+
+def _points(owner: str, x: Tensor) -> Tensor:
+    points = finite(owner, "x", x)
     if points.ndim < 2 or 0 in points.shape[-2:]:
         raise InputError(
             f"{owner}: points must have shape (*batch, N, d) with N and d at least 1, but have "
             f"{tuple(points.shape)}. A single point goes in as x[None]."
         )
-    d = points.shape[-1]
-    shapes = {"x": points.shape[:-2]}
-    if patterns is not None:
-        y = finite(owner, "patterns", got["patterns"])
-        if y.ndim < 2 or y.shape[-2] == 0 or y.shape[-1] != d:
-            raise InputError(
-                f"{owner}: patterns must have shape (*batch, P, {d}), P at least 1, to meet points "
-                f"of dimension {d}, but have {tuple(y.shape)}."
-            )
-        shapes["patterns"] = y.shape[:-2]
-    for name in ("query_weight", "key_weight", "value_weight"):
+    return points
+
+
+def _check_patterns(owner: str, points: Tensor, patterns: Tensor | None) -> None:
+    if patterns is None:
+        return
+    y, d = finite(owner, "patterns", patterns), points.shape[-1]
+    if y.ndim < 2 or y.shape[-2] == 0 or y.shape[-1] != d:
+        raise InputError(
+            f"{owner}: patterns must have shape (*batch, P, {d}), P at least 1, to meet points "
+            f"of dimension {d}, but have {tuple(y.shape)}."
+        )
+
+
+_WEIGHTS = ("query_weight", "key_weight", "value_weight")
+
+
+def _check_weights(owner: str, d: int, got: Mapping[str, Tensor]) -> None:
+    """Queries and keys meet in one space, and values come back to that of the points."""
+    for name in _WEIGHTS:
         if name in got:
             _weight(owner, name, got[name], d)
-            shapes[name] = got[name].shape[:-2]
-    if broadcast(owner, **shapes) != points.shape[:-2]:
-        raise InputError(
-            f"{owner}: the batch dimensions of the points, {tuple(points.shape[:-2])}, must be "
-            "those of the whole call; expand the points to the batch of patterns or weights first."
-        )
     inner = [got[n].shape[-1] if n in got else d for n in ("query_weight", "key_weight")]
     if inner[0] != inner[1]:
         raise InputError(
@@ -197,8 +221,21 @@ def prepare(
             f"{owner}: value_weight must map back to dimension {d}, but has shape "
             f"{tuple(got['value_weight'].shape)}. Multiply by the output weight first."
         )
-    inverse_temperature = _number(owner, "beta", beta, points)
-    low = torch.as_tensor(inverse_temperature)
+
+
+def _check_batch(owner: str, points: Tensor, got: Mapping[str, Tensor]) -> None:
+    names = [n for n in ("patterns", *_WEIGHTS) if n in got]
+    shapes = {"x": points.shape[:-2], **{n: got[n].shape[:-2] for n in names}}
+    if broadcast(owner, **shapes) != points.shape[:-2]:
+        raise InputError(
+            f"{owner}: the batch dimensions of the points, {tuple(points.shape[:-2])}, must be "
+            "those of the whole call; expand the points to the batch of patterns or weights first."
+        )
+
+
+def _inverse_temperature(owner: str, beta: float | Tensor, points: Tensor) -> float | Tensor:
+    value = _number(owner, "beta", beta, points)
+    low = torch.as_tensor(value)
     require(
         low >= 0,
         lambda: (
@@ -206,6 +243,10 @@ def prepare(
             "is; to go down the gradient, make step_size negative."
         ),
     )
+    return value
+
+
+def _check_contraction(owner: str, contraction: Contraction | None) -> None:
     if contraction is not None and not callable(contraction):  # pyright: ignore[reportUnnecessaryComparison]
         raise InputError(
             f"{owner}: contraction must be None or a callable such as Sphere(), not "
@@ -216,18 +257,6 @@ def prepare(
             f"{owner}: contraction is the class {contraction.__name__}; write "
             f"{contraction.__name__}()."
         )
-    field = Field(
-        inverse_temperature,
-        got.get("patterns"),
-        got.get("query_weight"),
-        got.get("key_weight"),
-        got.get("value_weight"),
-        is_causal,
-    )
-    size = _number(owner, "step_size", step_size, points)
-    given_tensor = isinstance(x, Tensor) and x.is_floating_point()  # pyright: ignore[reportUnnecessaryIsInstance]
-    kind = x.dtype if given_tensor else points.dtype
-    return Call(points, field, size, contraction, kind)
 
 
 def step(
@@ -251,9 +280,9 @@ def step(
         x: ``(*batch, N, d)``, an ensemble of clouds.
         beta: inverse temperature, at least 0 (uniform attention). There is no 1/sqrt(d). A tensor
             broadcasts against the points, ``(*batch, 1, 1)`` for one value per cloud.
-        step_size: a number, or a tensor that broadcasts likewise: a gate.
+        step_size: a number, or a tensor that broadcasts in the same way: a gate.
         contraction: what is applied after the step, see `Sphere`.
-        patterns: ``(*batch, P, d)``, fixed keys; self-attention if left out.
+        patterns: ``(*batch, P, d)``, fixed keys; self-attention by default.
         query_weight, key_weight: ``(d, r)``, multiplied from the right as torch does, so that the
             score of x and y is y' A x with A = key_weight @ query_weight.T.
         value_weight: ``(d, d)``; the value of y is V y with V = value_weight.T.

@@ -1,4 +1,4 @@
-"""`fixed_point`: solve x = f(x), say what became of it, differentiate the solution.
+"""`fixed_point`: solve x = f(x), diagnose failures, differentiate the solution.
 
 See docs/theory.md, T16.
 """
@@ -8,106 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import HALF, finite, numbers, real, whole
-from cumulant.core.errors import ConvergenceError, InputError
+from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
 
-__all__ = ["FixedPoint", "Status", "fixed_point", "spectral_radius"]
+__all__ = ["FixedPoint", "fixed_point", "spectral_radius"]
 
 Map = Callable[[Tensor], Tensor]
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-class Code(IntEnum):
-    """What became of one state."""
-
-    CONVERGED = 0
-    DIVERGING = 1
-    CYCLING = 2
-    STALLED = 3
-    UNFINISHED = 4
-    NOT_FINITE = 5
-
-
-_DIAGNOSIS = {
-    Code.CONVERGED: "converged",
-    Code.DIVERGING: (
-        "diverging: the residual grew without bound; the map expands here. Try damping below 1, "
-        "solver='broyden', or a start closer to the solution"
-    ),
-    Code.CYCLING: (
-        "cycling: the map comes back to where it was after two to eight rounds. Try damping=0.5 or "
-        "solver='anderson'"
-    ),
-    Code.STALLED: (
-        "stalled: the residual stopped falling. Either rounding allows no less (raise tol, use "
-        "float64), or there is no fixed point nearby (try another solver or start)"
-    ),
-    Code.UNFINISHED: "unfinished: the residual was still falling. Raise max_steps or tol",
-    Code.NOT_FINITE: (
-        "not_finite: f returned NaN or infinity. Look at f there, or start elsewhere"
-    ),
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Status:
-    """What became of each state: `code` ``(*batch,)`` holds members of `Code`.
-
-    Compares with words, ``status == "converged"``, true if it holds for the whole batch.
-    """
-
-    code: Tensor
-
-    @property
-    def converged(self) -> Tensor:
-        return self.code == Code.CONVERGED
-
-    @property
-    def diverging(self) -> Tensor:
-        return self.code == Code.DIVERGING
-
-    @property
-    def cycling(self) -> Tensor:
-        return self.code == Code.CYCLING
-
-    @property
-    def stalled(self) -> Tensor:
-        return self.code == Code.STALLED
-
-    @property
-    def unfinished(self) -> Tensor:
-        return self.code == Code.UNFINISHED
-
-    @property
-    def not_finite(self) -> Tensor:
-        return self.code == Code.NOT_FINITE
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, str) and other.upper() in Code.__members__:
-            return bool((self.code == Code[other.upper()]).all())
-        return isinstance(other, Status) and torch.equal(self.code, other.code)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __str__(self) -> str:
-        counts = [(kind, int((self.code == kind).sum())) for kind in Code]
-        if self.code.numel() == 1:
-            return _DIAGNOSIS[Code(int(self.code))]
-        return "; ".join(
-            f"{n} of {self.code.numel()} {_DIAGNOSIS[kind]}" for kind, n in counts if n
-        )
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -118,14 +35,14 @@ class FixedPoint:
         value: the state, of the shape of the start; the best one seen where it did not converge.
         residual: max-norm of f(value) - value, ``(*batch,)``.
         steps: evaluations of f until it was reached, ``(*batch,)``.
-        status: what became of it.
+        status: how each problem ended, an `Outcome`.
         history: residuals after each evaluation, ``(evaluations, *batch)``.
     """
 
     value: Tensor
     residual: Tensor
     steps: Tensor
-    status: Status
+    status: Outcome
     history: Tensor
 
 
@@ -221,8 +138,8 @@ def _iterate(f: Map, x: Tensor, solver: Solver, tol: float, max_steps: int) -> _
 
 
 def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
-    """A code for each row. Of those that did not end, eight more rounds of the plain map show
-    whether they come nearer, go away, or go round."""
+    """A code for each row. Eight more steps of the plain map show whether unfinished rows come
+    closer, move away or cycle."""
     code = torch.where(run.lost, int(Code.DIVERGING), int(Code.CONVERGED))
     code = torch.where(run.broken, int(Code.NOT_FINITE), code)
     left = ~(run.done | run.lost)
@@ -269,11 +186,11 @@ def fixed_point(
         solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
         tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.002 and
             0.01 in half precision (float16, bfloat16).
-        max_steps: evaluations of f at most.
-        batch_dims: so many leading dimensions are separate problems, which f treats independently
-            and which stop separately.
+        max_steps: the largest number of evaluations of f.
+        batch_dims: the number of leading dimensions that are separate problems. f must treat them
+            independently; each stops by itself.
         damping: what part of f(x) - x is taken, or the first guess of it.
-        throw: raise unless all converged; otherwise read ``status``.
+        throw: raise unless all problems converged; False returns the result as it stands.
 
     Returns:
         A `FixedPoint`.
@@ -308,17 +225,14 @@ def fixed_point(
         value.reshape(rows.shape).to(kind),
         run.residual.reshape(rows.batch),
         run.steps.reshape(rows.batch),
-        Status(code.reshape(rows.batch)),
+        Outcome(code.reshape(rows.batch)),
         torch.stack(run.history).reshape(-1, *rows.batch),
     )
-    if throw and not bool((code == Code.CONVERGED).all()):
-        worst = float(run.residual.max())
-        raise ConvergenceError(
-            f"fixed_point: {result.status} (best residual {worst:.3g}, tol {tol:.3g}, "
-            f"{int(run.steps.max())} evaluations). Pass throw=False for what there is.",
-            result,
-        )
-    return result
+    if not throw:
+        return result
+    worst, evaluations = float(run.residual.max()), int(run.steps.max())
+    note = f"best residual {worst:.3g}, tol {tol:.3g}, {evaluations} evaluations"
+    return result.status.check("fixed_point", result, note)
 
 
 def _quiet(f: Map) -> Map:
@@ -344,7 +258,7 @@ def spectral_radius(
     Args:
         f: keeps the shape.
         x: where, usually a fixed point.
-        batch_dims: so many leading dimensions are separate problems.
+        batch_dims: the number of leading dimensions that are separate problems.
         tol: stop when the eigenvector's residual is at most tol times the modulus.
         max_dimension: largest Krylov space; memory is that many states.
 

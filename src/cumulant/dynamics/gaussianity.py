@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import generator_of, whole
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
-from cumulant.dynamics.checks import levels_of, some_points
+from cumulant.core.randomness import checked_generator
+from cumulant.core.renamed import renamed
+from cumulant.dynamics.cloud_checks import levels_of, some_points
 from cumulant.dynamics.shape import size_of
 
 __all__ = ["STATISTICS", "Gaussianity", "gaussianity"]
@@ -137,10 +139,8 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@lru_cache(maxsize=64)
-def _null(statistic: str, n: int, d: int, draws: int, seed: int) -> Tensor:
+def _null(statistic: str, n: int, d: int, draws: int, generator: torch.Generator) -> Tensor:
     """The statistic of that many standard normal clouds, in ascending order."""
-    generator = generator_of("gaussianity", seed)
     at_once = max(1, 2**21 // (n * max(n, d)))
     drawn: list[Tensor] = []
     for start in range(0, draws, at_once):
@@ -150,12 +150,19 @@ def _null(statistic: str, n: int, d: int, draws: int, seed: int) -> Tensor:
     return torch.cat(drawn).sort().values
 
 
+@lru_cache(maxsize=64)
+def _usual_null(statistic: str, n: int, d: int, draws: int) -> Tensor:
+    """One fixed table for all calls."""
+    return _null(statistic, n, d, draws, torch.Generator().manual_seed(0))
+
+
+@renamed(seed="generator")
 def gaussianity(
     x: Tensor,
     *,
     statistic: str = "energy",
     draws: int = 499,
-    seed: int = 0,
+    generator: torch.Generator | None = None,
     levels: tuple[float, ...] = (0.05, 0.5, 0.95),
 ) -> Gaussianity:
     """Test whether the points of each cloud were drawn from one Gaussian.
@@ -165,8 +172,9 @@ def gaussianity(
         statistic: "energy" and "stein" see any departure; "skewness" and "kurtosis" (Mardia, 1970)
             the third and fourth moments.
         draws: of the null distribution; the smallest p-value is 1 / (draws + 1). They cost `draws`
-            times the statistic once for each (N, d).
-        seed: of the draws.
+            times the statistic, in the fixed table once for each (N, d).
+        generator: of the draws. By default they come from one fixed table, so the same cloud always
+            has the same p-value.
         levels: which null quantiles to return.
 
     Returns:
@@ -197,7 +205,9 @@ def gaussianity(
     at_once = max(1, 2**21 // (n * max(n, d)))
     parts = [STATISTICS[statistic](_standardized(some)) for some in flat.split(at_once)]
     value = torch.cat(parts).reshape(points.shape[:-2])
-    null = _null(statistic, n, d, draws, seed).to(value)
+    random = checked_generator("gaussianity", generator)
+    law = statistic, n, d, draws
+    null = (_usual_null(*law) if random is None else _null(*law, random)).to(value)
     above = draws - torch.searchsorted(null, value.contiguous())
     at = levels_of("gaussianity", levels, null)
     return Gaussianity(value, (above + 1).to(wide) / (draws + 1), at, null.quantile(at))

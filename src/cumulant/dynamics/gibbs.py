@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cumulant.core.chains import stationary_law
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
-from cumulant.dynamics.checks import cloud
+from cumulant.dynamics.cloud_checks import cloud
 from cumulant.measures.gaussian import inverse
 from cumulant.measures.measure import Measure
 
@@ -115,7 +116,12 @@ def alternation_matrix(
 
 
 def stationary(transition: Tensor) -> Tensor:
-    """The law pi with pi T = pi of a transition matrix T ``(N, N)`` with positive entries.
+    """The law pi with pi T = pi of a Markov chain with transition matrix T ``(N, N)``.
+
+    Differentiable, and accurate in small entries too; see `cumulant.core.chains`.
+
+    Raises:
+        InputError: rows that are not probabilities, or a chain with several stationary laws.
 
     >>> import torch, cumulant as cm
     >>> cm.dynamics.stationary(torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
@@ -126,22 +132,13 @@ def stationary(transition: Tensor) -> Tensor:
     square = T.ndim == 2 and T.shape[0] == T.shape[1] and len(T) > 0
     if not square or bool((T < 0).any()) or bool(((T.sum(-1) - 1).abs() > 1e-4).any()):
         raise InputError("stationary: transition must be square, not negative, its rows sum to 1.")
-    # Grassmann, Taksar and Heyman's elimination: no subtractions, so no digits are lost even where
-    # the chain falls almost apart.
-    P = T.detach().double().clone()
-    for k in range(len(P) - 1, 0, -1):
-        leaving = P[k, :k].sum()
-        if not bool(leaving > 0):
-            raise InputError(
-                "stationary: the chain is not irreducible: from some states others are never "
-                "reached. Take the states it ends in alone."
-            )
-        P[:k, k] /= leaving
-        P[:k, :k] += P[:k, k, None] * P[k, None, :k]
-    law = torch.ones(len(P), dtype=P.dtype, device=P.device)
-    for k in range(1, len(P)):
-        law[k] = law[:k] @ P[:k, k]
-    return (law / law.sum()).to(T.dtype)
+    law, unique = stationary_law(T.double() / T.double().sum(-1, keepdim=True))
+    if not bool(unique):
+        raise InputError(
+            "stationary: the chain has several stationary laws: it falls into classes of states "
+            "that never meet. Take one class alone."
+        )
+    return law.to(got.dtype)
 
 
 def alternate(
@@ -172,7 +169,7 @@ def alternate(
         link: "exact", "linear" or "linear+skip".
         log_prior: log rho ``(N,)``.
         drop_normalizer: leave out -G, as the draft does.
-        generator: of the draws.
+        generator: of the draws; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Gaussian(torch.zeros(2), torch.eye(2))
@@ -239,7 +236,7 @@ def block_gibbs(
 
     Its stationary law is exp(-beta E) of the Hopfield energy
     ``E(s) = -G(beta s) / beta + |s|^2 / 2``: a restricted Boltzmann machine with a categorical
-    hidden unit, or, what is the same, the mixture
+    hidden unit, or equivalently the mixture
     ``GaussianMixture(patterns, 1 / beta, log_weights)`` with weights ∝ ``exp(beta |x_i|^2 / 2)``.
     The mean of the second draw is attention: the network's own update is this with the noise left
     out.
@@ -248,8 +245,8 @@ def block_gibbs(
         patterns: ``(N, d)``.
         steps: how often both are drawn.
         beta: inverse temperature, positive.
-        start: ``(chains, d)``; `chains` standard normal points if left out.
-        generator: of the draws.
+        start: ``(chains, d)``; `chains` standard normal points by default.
+        generator: of the draws; torch's own by default.
 
     >>> import torch, cumulant as cm
     >>> run = cm.dynamics.block_gibbs(torch.eye(3), 100, chains=7)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
-from cumulant.core.errors import ConvergenceError, InputError
-from cumulant.dynamics.field import prepare
+from cumulant.core.errors import InputError
+from cumulant.core.outcome import Outcome, Solution
+from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.fixed_point import fixed_point
 from cumulant.measures.mixture import GaussianMixture
 
 __all__ = ["inverse"]
+
+
+@overload
+def inverse(
+    y: Tensor,
+    *,
+    beta: float = 1.0,
+    step_size: float = 1.0,
+    patterns: Tensor | None = None,
+    throw: Literal[True] = True,
+) -> Tensor: ...
+
+
+@overload
+def inverse(
+    y: Tensor,
+    *,
+    beta: float = 1.0,
+    step_size: float = 1.0,
+    patterns: Tensor | None = None,
+    throw: Literal[False],
+) -> Solution: ...
 
 
 def inverse(
@@ -19,7 +44,8 @@ def inverse(
     beta: float = 1.0,
     step_size: float = 1.0,
     patterns: Tensor | None = None,
-) -> Tensor:
+    throw: bool = True,
+) -> Tensor | Solution:
     """The x with ``step(x, beta=, step_size=, patterns=) == y``, without weights or contraction.
 
     For fixed patterns there is exactly one: x + tau grad G(x) is the gradient of a strictly convex
@@ -34,12 +60,14 @@ def inverse(
     Args:
         y: ``(*batch, N, d)``.
         beta, step_size, patterns: as they were in `step`; step_size at least 0.
+        throw: False returns a `Solution`, x and an `Outcome`, instead of raising. The outcome has
+            one code for each point, ``(*batch, N)``; in self-attention all points share one.
 
     Returns:
         x, differentiable.
 
     Raises:
-        ConvergenceError: none was found; with patterns that means rounding.
+        ConvergenceError: no x was found; with patterns that means rounding.
         InputError: see `step`.
 
     >>> import torch, cumulant as cm
@@ -56,30 +84,45 @@ def inverse(
             "down the gradient need not be invertible."
         )
     if tau == 0.0 or call.x.numel() == 0:
-        return call.x.to(call.dtype)
+        found, note = _exact(call.x), ""
+    elif fixed is None:
+        found, note = _self_attention(call, tau)
+    else:
+        found, note = _given_patterns(call, tau, b, fixed), ""
+    found = Solution(found.value.to(call.dtype), found.status)
+    return found.status.check("inverse", found, note).value if throw else found
+
+
+def _exact(x: Tensor) -> Solution:
+    """x, and the outcome of no iteration at all."""
+    return Solution(x, Outcome.of(torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)))
+
+
+def _self_attention(call: Call, tau: float) -> tuple[Solution, str]:
+    """x = y - tau attention(x) for all points together, and figures for an error message."""
+    precision = torch.finfo(call.x.dtype)
+    # A point that sees mostly itself moves by tau x: hence the start, and the damping.
+    found = fixed_point(
+        lambda x: call.x - tau * call.field(x),
+        call.x / (1 + tau),
+        damping=1 / (1 + tau),
+        tol=max(100 * precision.eps * float(call.x.abs().max()), precision.tiny),
+        throw=False,
+    )
+    note = (
+        f"residual {float(found.residual):.3g}; self-attention need not have an inverse, but a "
+        "smaller step_size or beta has one near y"
+    )
+    status = Outcome(found.status.code.expand(call.x.shape[:-1]))
+    return Solution(found.value, status), note
+
+
+def _given_patterns(call: Call, tau: float, beta: float, patterns: Tensor) -> Solution:
+    """The link of a mixture of Gaussians around the patterns."""
     eps = torch.finfo(call.x.dtype).eps
-    if fixed is None:
-        # A point that sees mostly itself moves by tau x: hence the start, and the damping.
-        found = fixed_point(
-            lambda x: call.x - tau * call.field(x),
-            call.x / (1 + tau),
-            damping=1 / (1 + tau),
-            tol=max(100 * eps * float(call.x.abs().max()), torch.finfo(call.x.dtype).tiny),
-            throw=False,
-        )
-        if not bool(found.status.converged):
-            raise ConvergenceError(
-                f"inverse: {found.status} (residual {float(found.residual):.3g}). Self-attention "
-                "need not have an inverse; a smaller step_size or beta has one near y.",
-                found,
-            )
-        return found.value.to(call.dtype)
-    if tau * b * float(fixed.detach().square().sum(-1).amax()) <= eps:
-        # attention is constant to working precision
-        return (call.x - tau * call.field(call.x)).to(call.dtype)
+    if tau * beta * float(patterns.detach().square().sum(-1).amax()) <= eps:
+        # Attention is constant to working precision.
+        return _exact(call.x - tau * call.field(call.x))
     one = torch.eye(call.x.shape[-1], dtype=call.x.dtype, device=call.x.device)
-    lifted = GaussianMixture(b * fixed, b / tau * one, covariance_type="shared")
-    found = lifted.link(b / tau * call.x, throw=False)
-    if not bool(found.status.converged.all()):
-        raise ConvergenceError(f"inverse: {found.status}.", found)
-    return found.value.to(call.dtype)
+    lifted = GaussianMixture(beta * patterns, beta / tau * one, covariance_type="shared")
+    return lifted.link(beta / tau * call.x, throw=False)

@@ -25,6 +25,8 @@ from cumulant.figures import (
 from cumulant.figures import write as write_figure
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from cumulant.dynamics.trajectory import Trajectory
 
 __all__ = ["View", "plot", "title"]
@@ -129,7 +131,7 @@ def title(t: float) -> str:
 _COLUMNS = 4
 
 
-def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -> Any:
+def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -> Figure:
     """See `Trajectory.plot`."""
     if snapshots < 1:
         raise InputError(f"plot: snapshots must be at least 1, not {snapshots}.")

@@ -15,19 +15,26 @@ from torch import Tensor
 
 from cumulant.core.checks import real
 from cumulant.core.errors import InputError
-from cumulant.dynamics.checks import cloud, some_points
+from cumulant.dynamics.cloud_checks import cloud, some_points
 
-__all__ = ["Clusters", "clusters", "entropy", "norm", "participation_ratio", "spread"]
+__all__ = [
+    "Clusters",
+    "cloud_entropy",
+    "cloud_norm",
+    "cloud_spread",
+    "clusters",
+    "participation_ratio",
+]
 
 
-def norm(x: Tensor) -> Tensor:
+def cloud_norm(x: Tensor) -> Tensor:
     """Root mean square of the points' norms, ``(*batch,)``."""
-    return _norm(cloud("norm", x))
+    return _norm(cloud("cloud_norm", x))
 
 
-def spread(x: Tensor) -> Tensor:
+def cloud_spread(x: Tensor) -> Tensor:
     """Root mean square distance from the cloud's mean, ``(*batch,)``."""
-    points = cloud("spread", x)
+    points = cloud("cloud_spread", x)
     size = size_of(points)
     away, size = _centred(points / size), size[..., 0, 0]
     return _norm(away) * size
@@ -161,7 +168,7 @@ def _merged(group: Any, first: Any, second: Any) -> Any:
     return graph.connected_components(links, directed=False)[1][group]
 
 
-def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
+def cloud_entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
     """Differential entropy of the law the points were drawn from, in nats, ``(*batch,)``.
 
     Kozachenko and Leonenko's estimate from the distance to the k-th neighbor. -inf where points
@@ -169,14 +176,14 @@ def entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(4000, 2, generator=torch.Generator().manual_seed(0))
-    >>> cm.dynamics.entropy(x)  # log(2 pi e) = 2.84
+    >>> cm.dynamics.cloud_entropy(x)  # log(2 pi e) = 2.84
     tensor(2.8...)
     """
-    points = some_points("entropy", x)
+    points = some_points("cloud_entropy", x)
     n, d = points.shape[-2:]
     if not 1 <= neighbors < n:
         raise InputError(
-            f"entropy: neighbors must lie between 1 and N - 1 = {n - 1}, not {neighbors}."
+            f"cloud_entropy: neighbors must lie between 1 and N - 1 = {n - 1}, not {neighbors}."
         )
     size = size_of(_centred(points / size_of(points))) * size_of(points)
     scaled = _centred(points.double() / size.double())

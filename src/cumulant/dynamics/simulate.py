@@ -17,7 +17,7 @@ from cumulant.core.progress import ProgressCallback
 from cumulant.dynamics.contraction import Contraction, contract
 from cumulant.dynamics.field import Call, prepare
 from cumulant.dynamics.ode import integrate
-from cumulant.dynamics.shape import norm, size_of
+from cumulant.dynamics.shape import cloud_norm, size_of
 from cumulant.dynamics.trajectory import Moment, Observables, Trajectory, collect
 
 __all__ = ["flow", "simulate"]
@@ -80,13 +80,13 @@ def simulate(
     """Repeat `step`, and keep what happened.
 
     Args:
-        x0: ``(*batch, N, d)``, the start; or a `Trajectory` that is to go on from its last state.
+        x0: ``(*batch, N, d)``, the start; or a `Trajectory` to continue from its last state.
         steps: how often; the trajectory has steps + 1 states.
         beta, step_size, contraction, patterns, query_weight, key_weight, value_weight, is_causal:
             see `step`.
-        every: keep each so many-th state, and the last.
+        every: keep every so many states, and the last.
         observables: functions from clouds to ``(*batch,)`` by name; norm, spread and participation
-            ratio if left out.
+            ratio by default.
         checkpoint: an npz file for the run, written also when it is interrupted or fails; if it is
             killed, `Trajectory.load` recovers all but the last half minute.
         progress: called for each state kept, with its time and the last time.
@@ -162,6 +162,7 @@ def flow(
     observables: Observables | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: ProgressCallback | None = None,
+    throw: bool = True,
 ) -> Trajectory:
     """The limit of small steps: x' = Dc(x) attention(x), c the contraction, D its differential.
 
@@ -173,13 +174,15 @@ def flow(
 
     Args:
         x0: ``(*batch, N, d)``, the state at time 0, which is contracted first; or a `Trajectory`
-            that is to go on from its last state.
+            to continue from its last state.
         times: when states are wanted, increasing from 0 (the start) or later.
         beta, contraction, patterns, query_weight, key_weight, value_weight, is_causal: see `step`.
         rtol, atol: tolerances of the solver; 1e-8 and 1e-10 for double precision, 1e-5 and 1e-7
             for single, the second times the largest coordinate if that is above 1. rtol is at least
             8 times the rounding of the points.
         observables, checkpoint, progress: see `simulate`.
+        throw: raise if the solver fails; False holds the clouds at fault from then on, with the
+            time in ``blow_up_time``.
 
     Returns:
         A `Trajectory` without derivatives (use `simulate` with a small step size for those).
@@ -190,9 +193,9 @@ def flow(
     Raises:
         InputError: see `step`; times that do not increase, input that requires a gradient, a
             contraction that has no limit of small steps.
-        ConvergenceError: the solver could not go on.
+        ConvergenceError: the solver's steps became too small; ``result`` is the trajectory so far.
 
-    Two points on the circle run together:
+    Two points on the circle meet:
 
     >>> import torch, cumulant as cm
     >>> x = torch.eye(2, dtype=torch.float64)
@@ -228,6 +231,8 @@ def flow(
     coarse = usual[1] * max(1.0, size) if atol is None else atol
     atol = real("flow", "atol", coarse, least=0.0, open_at_least=True)
 
+    failures: list[float] = []
+
     def moments() -> Iterator[Moment]:
         if begin.numel() == 0:
             none = torch.full(begin.shape[:-2], float("inf"), dtype=torch.float64)
@@ -240,22 +245,20 @@ def flow(
                 lambda _, x: call.velocity(x),
                 begin,
                 wanted,
-                size=norm,
+                size=cloud_norm,
                 limit=limit,
                 rtol=rtol,
                 atol=atol,
             )
             for out in outputs:
-                early = out.escaped.isfinite() & (norm(out.state).cpu() < 0.5 * limit)
-                if bool(early.any()):  # held, but not for its size
-                    raise ConvergenceError(
-                        f"flow: the solver's steps vanished at t = {float(out.escaped.min()):.4g}. "
-                        "The tolerances ask for more than the precision of the points has, or the "
-                        "contraction is not smooth: raise rtol and atol, or use float64."
-                    )
                 yield Moment(out.time, out.state, out.escaped)
+                early = out.escaped.isfinite() & (cloud_norm(out.state).cpu() < 0.5 * limit)
+                if bool(early.any()):  # held, but not for its size
+                    failures.append(float(out.escaped[early].min()))
+                    if throw:
+                        return
 
-    return collect(
+    run = collect(
         moments(),
         dtype=call.dtype,
         observables=observables,
@@ -265,6 +268,14 @@ def flow(
         earlier=earlier,
         settings={"kind": "flow", **call.settings, "step_size": None},
     )
+    if throw and failures:
+        raise ConvergenceError(
+            f"flow: the solver's steps vanished at t = {failures[0]:.4g}. Likely cause: the "
+            "tolerances ask for more than the precision of the points has, or the contraction is "
+            "not smooth. Try: larger rtol and atol, or float64. throw=False holds clouds there.",
+            run,
+        )
+    return run
 
 
 def _on_the_image(call: Call) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ def mean_field(
     field: Tensor | None = None,
     *,
     start: Tensor | None = None,
-    **how: Any,
+    solver: str = "damped",
+    tol: float | None = None,
+    max_steps: int = 10_000,
+    damping: float = 0.5,
+    throw: bool = True,
 ) -> MeanField:
     """Solve m_i = grad G_i(sum_j J_ij m_j + field_i) (T32).
 
@@ -54,11 +58,11 @@ def mean_field(
             with batch shape ``(n,)``: `VonMisesFisher` for spins on a sphere (d = 1: plus and minus
             one), `Gaussian`, `Empirical` with normalized weights, ...
         couplings: J ``(n, n)``, symmetric, zero on the diagonal.
-        field: ``(n, d)`` or ``(d,)``; zero if left out.
-        start: ``(n, d)``; magnetized along the field and at random if left out. There may be
-            several solutions, and the start decides.
-        **how: solver, tol, max_steps, damping, throw, as in `fixed_point`. By default damped
-            iteration, which leaves solutions that are no minimum of F.
+        field: ``(n, d)`` or ``(d,)``; zero by default.
+        start: ``(n, d)``. By default means tilted along the field and in fixed pseudo-random
+            directions. There may be several solutions, and the start decides.
+        solver, tol, max_steps, damping, throw: see `fixed_point`. Damped iteration leaves solutions
+            that are not a minimum of F.
 
     Returns:
         `MeanField`; ``mean`` is differentiable in couplings, field and the sites' parameters.
@@ -71,37 +75,11 @@ def mean_field(
     >>> cm.dynamics.mean_field(up, J).mean.norm(dim=-1)
     tensor([0.9022, 0.9022, 0.9022], dtype=torch.float64)
     """
-    call = "mean_field"
-    d = sites.dimension
-    given = {"couplings": couplings} if field is None else {"couplings": couplings, "field": field}
-    got, _ = numbers(call, **given)
-    kind = torch.promote_types(got["couplings"].dtype, sites.dtype)
-    got = {n: x.to(kind) for n, x in got.items()}
-    J = finite(call, "couplings", got["couplings"])
-    if J.ndim != 2 or J.shape[0] != J.shape[1] or not len(J):
-        raise InputError(f"{call}: couplings must be a matrix (n, n), but have {tuple(J.shape)}.")
-    n = len(J)
-    require(
-        (J - J.mT).abs() <= 1e-6 * (1 + J.abs().amax()),
-        lambda: f"{call}: couplings must be symmetric; use (J + J.mT) / 2.",
-    )
-    require(
-        J.diagonal() == 0,
-        lambda: f"{call}: couplings of a site with itself must be zero; put them into the sites.",
-    )
-    h = finite(call, "field", got["field"]) if field is not None else J.new_zeros(n, d)
-    if h.shape not in ((n, d), (d,)):
-        raise InputError(
-            f"{call}: field must have shape ({n}, {d}) or ({d},), but has {tuple(h.shape)}."
-        )
-    if tuple(sites.batch_shape) not in ((), (n,)):
-        raise InputError(
-            f"{call}: sites must be one measure or a batch of {n}, but have batch shape "
-            f"{tuple(sites.batch_shape)}."
-        )
+    J, h = _checked("mean_field", sites, couplings, field)
+    n, d = len(J), sites.dimension
     own = len(sites.batch_shape) == 1
 
-    def spins(function: Any, eta: Tensor) -> Tensor:
+    def spins(function: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
         return function(eta[:, None])[:, 0] if own else function(eta)
 
     def tilt(m: Tensor) -> Tensor:
@@ -112,11 +90,52 @@ def mean_field(
         eta = torch.randn(n, d, dtype=torch.float64, generator=generator).to(J)
         start = spins(sites.mean, eta + h).detach()
     elif tuple(start.shape) != (n, d):
-        raise InputError(f"{call}: start must have shape ({n}, {d}), but has {tuple(start.shape)}.")
-    how = {"solver": "damped", "damping": 0.5, "max_steps": 10_000, **how}
-    solution = fixed_point(lambda m: spins(sites.mean, tilt(m)).to(kind), start.to(kind), **how)
+        raise InputError(
+            f"mean_field: start must have shape ({n}, {d}), but has {tuple(start.shape)}."
+        )
+    solution = fixed_point(
+        lambda m: spins(sites.mean, tilt(m)).to(J.dtype),
+        start.to(J.dtype),
+        solver=solver,
+        tol=tol,
+        max_steps=max_steps,
+        damping=damping,
+        throw=throw,
+    )
     m = solution.value
     eta = tilt(m)
     entropy = spins(sites.relative_entropy, eta).sum()
     free = entropy - 0.5 * (m * (J @ m)).sum() - (m * h).sum()
     return MeanField(m, eta, free, solution)
+
+
+def _checked(
+    call: str, sites: Measure, couplings: Tensor, field: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Couplings ``(n, n)`` and fields ``(n, d)`` or ``(d,)``, in one precision with the sites."""
+    given = {"couplings": couplings} if field is None else {"couplings": couplings, "field": field}
+    got, _ = numbers(call, **given)
+    kind = torch.promote_types(got["couplings"].dtype, sites.dtype)
+    J = finite(call, "couplings", got["couplings"].to(kind))
+    if J.ndim != 2 or J.shape[0] != J.shape[1] or not len(J):
+        raise InputError(f"{call}: couplings must be a matrix (n, n), but have {tuple(J.shape)}.")
+    n, d = len(J), sites.dimension
+    require(
+        (J - J.mT).abs() <= 1e-6 * (1 + J.abs().amax()),
+        lambda: f"{call}: couplings must be symmetric; use (J + J.mT) / 2.",
+    )
+    require(
+        J.diagonal() == 0,
+        lambda: f"{call}: couplings of a site with itself must be zero; put them into the sites.",
+    )
+    h = J.new_zeros(n, d) if field is None else finite(call, "field", got["field"].to(kind))
+    if h.shape not in ((n, d), (d,)):
+        raise InputError(
+            f"{call}: field must have shape ({n}, {d}) or ({d},), but has {tuple(h.shape)}."
+        )
+    if tuple(sites.batch_shape) not in ((), (n,)):
+        raise InputError(
+            f"{call}: sites must be one measure or a batch of {n}, but have batch shape "
+            f"{tuple(sites.batch_shape)}."
+        )
+    return J, h

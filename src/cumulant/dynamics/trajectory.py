@@ -1,4 +1,4 @@
-"""`Trajectory`: what a cloud went through; kept, saved, drawn."""
+"""`Trajectory`: the states of a simulation; saved, loaded, drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from cumulant.core.lock import locked
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.dynamics import shape
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = ["Observables", "Trajectory", "collect"]
 
 Observables = Mapping[str, Callable[[Tensor], Tensor]]
@@ -29,8 +32,8 @@ Observables = Mapping[str, Callable[[Tensor], Tensor]]
 PERIOD = 30.0  # seconds between two records of a journal
 
 STANDARD: Observables = {
-    "norm": shape.norm,
-    "spread": shape.spread,
+    "norm": shape.cloud_norm,
+    "spread": shape.cloud_spread,
     "participation_ratio": shape.participation_ratio,
 }
 
@@ -127,7 +130,7 @@ class Trajectory:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"load: {path} is not a saved trajectory ({reason}).") from None
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, snapshots: int = 4) -> Any:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, snapshots: int = 4) -> Figure:
         """A figure: the cloud at several times above, the observables below.
 
         d = 2 and 3 are drawn as they are, more dimensions on the two principal axes of all states.

@@ -54,10 +54,10 @@ class SwitchingConjugate:
     `Gamma`      `Poisson`, `Exponential`   `Scale`                            ``(*batch, T)``
     `Beta`       `Bernoulli`                `Flip`                             ``(*batch, T)``
     `Dirichlet`  `Categorical`              `Permute`                          ``(*batch, T, K)``
-    `Normal`     ``Gaussian(zeros, R)``     `Linear`                           ``(*batch, T, k)``
+    `Gaussian`   ``Gaussian(zeros, R)``     `Linear`                           ``(*batch, T, k)``
     ============ ========================== ================================== =====================
 
-    Categories are one-hot. NaN is missing; for the Normal, element by element. For large means with
+    Categories are one-hot. NaN is missing; for a Gaussian, element by element. For large means with
     small variances use `SwitchingLinearGaussian`, the same filter in moments: natural parameters
     lose digits to cancellation there.
 

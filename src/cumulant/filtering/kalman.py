@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.chains import stationary_law
 from cumulant.core.checks import broadcast, holds, require
 from cumulant.core.errors import InputError
 from cumulant.filtering import moments
@@ -61,11 +62,8 @@ def log_probability(p: Tensor) -> Tensor:
 
 def stationary(transition: Tensor) -> Tensor:
     """The probabilities that a transition leaves as they are, ``(..., M)``."""
-    M = transition.shape[-1]
-    eye = torch.eye(M, dtype=transition.dtype, device=transition.device)
-    # pi (I - T + 1 1') = 1'; singular where modes never meet.
-    found = torch.linalg.inv_ex(eye - transition + 1)
-    return torch.where(found.info[..., None] == 0, found.inverse.sum(-2), torch.nan)
+    found = stationary_law(transition)
+    return torch.where(found.unique[..., None], found.law, torch.nan)
 
 
 def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from cumulant.core.checks import broadcast, finite, numbers, positive, require, 
 from cumulant.core.errors import InputError
 from cumulant.filtering.model_checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
-from cumulant.measures.gaussian import Gaussian, Normal, inverse, packed_natural
+from cumulant.measures.gaussian import Gaussian, MeanCovarianceGaussian, inverse, packed_natural
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
 from cumulant.measures.positive import Gamma
@@ -27,9 +27,9 @@ __all__ = ["Flip", "Linear", "Map", "Merge", "Permute", "Renew", "Scale", "push"
 
 _M = TypeVar("_M", bound=Measure)
 
-FAMILIES = (Gamma, Beta, Dirichlet, Normal)
-CLOSED = """Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Normal under \
-Linear, each under None (unchanged) and under Renew (by a member of the same family)"""
+FAMILIES = (Gamma, Beta, Dirichlet, MeanCovarianceGaussian)
+CLOSED = """Gamma under Scale, Beta under Flip, Dirichlet under Permute and Merge, Gaussian \
+under Linear, each under None (unchanged) and under Renew (by a member of the same family)"""
 
 
 class Map(ABC):
@@ -114,7 +114,7 @@ class Permute(Merge):
 
 
 class Linear(Map):
-    """x to W x + b + N(0, Q), for a Normal.
+    """x to W x + b + N(0, Q), for a Gaussian.
 
     Args:
         W: ``(a, k)``.
@@ -123,7 +123,7 @@ class Linear(Map):
             or the image has no density.
     """
 
-    _families = (Normal,)
+    _families = (MeanCovarianceGaussian,)
 
     def __init__(self, W: Tensor, b: Tensor | None = None, Q: Tensor | None = None) -> None:
         parts = {"W": W, "b": b, "Q": Q}
@@ -149,7 +149,7 @@ class Linear(Map):
     def _image_size(self, owner: str, member: Any) -> int:
         if self.W.shape[-1] != member._event_size():
             raise InputError(
-                f"{owner}: W of Linear is {tuple(self.W.shape)}, but the Normal is a law of "
+                f"{owner}: W of Linear is {tuple(self.W.shape)}, but the Gaussian is a law of "
                 f"{member._event_size()} numbers."
             )
         return self.W.shape[-2]
@@ -187,15 +187,18 @@ class Renew(Map):
 
 
 def member_of(owner: str, measure: Any) -> Any:
-    """The measure as a member of one of the families; a Gaussian becomes a Normal."""
+    """The measure as a member of one of the families; in a Gaussian the covariance moves too."""
     kind = type(measure)
     if kind is not Gaussian and kind not in FAMILIES:
         raise InputError(
-            f"{owner}: expected a member of Gamma, Beta, Dirichlet or Normal, not {kind.__name__}."
+            f"{owner}: expected a Gamma, Beta, Dirichlet, Gaussian or MeanCovarianceGaussian, not "
+            f"{kind.__name__}."
         )
     if measure._rows:
         raise InputError(f"{owner}: the measure must not be tilted by several eta at once.")
-    return Normal(measure.loc, measure.covariance_matrix) if kind is Gaussian else measure
+    if kind is Gaussian:
+        return MeanCovarianceGaussian(measure.loc, measure.covariance_matrix)
+    return measure
 
 
 def tensors_of(name: str, part: Any) -> dict[str, Tensor]:
@@ -221,8 +224,8 @@ def image_size(owner: str, member: Any, map: Any) -> int:
 def push(measure: _M, map: Map | None) -> _M:
     """The law of map(x) for x from the measure: again a member of its family (T26).
 
-    Gamma is closed under `Scale`, Beta under `Flip`, Dirichlet under `Permute` and `Merge`, Normal
-    and Gaussian under `Linear`, and each under None (unchanged) and `Renew`.
+    Gamma is closed under `Scale`, Beta under `Flip`, Dirichlet under `Permute` and `Merge`,
+    Gaussians under `Linear`, and each under None (unchanged) and `Renew`.
 
     Args:
         measure: of batch shape ``(*batch,)``.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.chains import stationary_law
 from cumulant.core.checks import holds, numbers, require
 from cumulant.core.errors import ConvergenceError, InputError
 
@@ -73,7 +74,7 @@ def transition_from_mixing(mixing: Tensor, marginal: Tensor | None = None) -> In
     A = _probabilities(me, "columns of mixing (attention weights go in transposed)", given.mT).mT
     n, kind = A.shape[-1], got["mixing"].dtype
     if marginal is None:
-        pi = c = _stationary(A)
+        pi = c = stationary_law(A.mT).law
     else:
         pi = got["marginal"].detach().double()
         if pi.shape != A.shape[:-1] and pi.shape != (n,):
@@ -103,22 +104,6 @@ def _probabilities(me: str, name: str, p: Tensor) -> Tensor:
         ),
     )
     return p / sums[..., None]
-
-
-def _stationary(A: Tensor) -> Tensor:
-    """The average over t of A^t u, u uniform.
-
-    (A + I) / 2 has the same limit and no periods; squaring goes 2^64 steps, in which what is
-    transient vanishes. Nothing is subtracted, so that small entries are as accurate as large ones.
-    """
-    n = A.shape[-1]
-    power = (A + torch.eye(n, dtype=A.dtype, device=A.device)) / 2
-    for _ in range(64):
-        last, power = power, power @ power
-        power = power / power.sum(-2, keepdim=True)
-        if holds((power - last).abs() <= 16 * n * torch.finfo(A.dtype).eps * last):
-            break
-    return power.mean(-1)
 
 
 def _nonnegative(A: Tensor, pi: Tensor) -> Tensor:

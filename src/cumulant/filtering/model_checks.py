@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import broadcasts_to, holds, numbers, require
+from cumulant.core.checks import broadcasts_to, holds, numbers, require, semi_definite
 from cumulant.core.errors import InputError
 from cumulant.filtering.frames import is_pandas, values_of
 
@@ -98,39 +98,6 @@ def one_class(owner: str, transition: Tensor) -> None:
         lambda: (
             f"{owner}: transition has several probabilities that it leaves as they are (modes that "
             "never meet): give initial."
-        ),
-    )
-
-
-def semi_definite(owner: str, name: str, x: Tensor) -> None:
-    """A symmetric positive semi-definite matrix; rounding is forgiven.
-
-    Eigenvalues are those of correlations, so that a large variance does not hide a negative one.
-    """
-    if x.shape[-1] == 0:
-        return
-    size = x.detach().abs().amax((-2, -1), keepdim=True)
-    require(
-        (x - x.mT).abs() <= SLACK * size,
-        lambda: (
-            f"{owner}: {name} must be symmetric; entries differ from their transposes by up to "
-            f"{float((x - x.mT).abs().max()):.3g}."
-        ),
-    )
-    P = ((x + x.mT) / 2).detach()
-    variances = P.diagonal(dim1=-2, dim2=-1)
-    # What has no variance must have no covariance, up to rounding of the largest entry.
-    least = torch.finfo(x.dtype).eps * size[..., 0]
-    unit = variances.clamp_min(least).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
-    correlations = P / unit[..., :, None] / unit[..., None, :]
-    lowest = torch.linalg.eigvalsh(correlations)[..., 0]
-    slack = 1e3 * torch.finfo(x.dtype).eps
-    require(
-        (variances.amin(-1) >= 0) & (lowest >= -slack),
-        lambda: (
-            f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
-            f"{float(torch.linalg.eigvalsh(P).min()):.3g}, that of its correlations "
-            f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
         ),
     )
 

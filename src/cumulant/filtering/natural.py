@@ -17,14 +17,14 @@ from torch import Tensor
 from cumulant.core.checks import require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import kept
+from cumulant.core.outcome import Code
 from cumulant.filtering.kalman import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.conjugate import _message
-from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal
+from cumulant.measures.gaussian import LOG_2PI, Gaussian, MeanCovarianceGaussian
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
-from cumulant.measures.status import Code
 
 __all__ = ["ConjugateBank", "ConjugatePosterior", "observed", "projected"]
 
@@ -35,7 +35,7 @@ def observed(owner: str, prior: Any, likelihood: Any, y: Tensor) -> tuple[Tensor
     The likelihood is exp<t(y), u(x)> b(y) in the prior's statistics u (T11).
     """
     try:
-        if isinstance(prior, Normal) and isinstance(likelihood, Gaussian):
+        if isinstance(prior, MeanCovarianceGaussian) and isinstance(likelihood, Gaussian):
             return _observed_gaussian(prior, likelihood, y)
         missing = y.isnan()
         gone = missing.all(-1)
@@ -52,7 +52,9 @@ def observed(owner: str, prior: Any, likelihood: Any, y: Tensor) -> tuple[Tensor
     return shift.masked_fill(gone[..., None], 0.0), log_base.masked_fill(gone, 0.0)
 
 
-def _observed_gaussian(prior: Normal, noise: Gaussian, y: Tensor) -> tuple[Tensor, Tensor]:
+def _observed_gaussian(
+    prior: MeanCovarianceGaussian, noise: Gaussian, y: Tensor
+) -> tuple[Tensor, Tensor]:
     missing, noise = y.isnan(), noise._to(y.dtype)
     if not bool(missing.any()) or y.shape[-1] != noise.dimension:
         return _message(prior, noise, y[..., None, :])
@@ -82,7 +84,7 @@ def projected(family: Any, log_weights: Tensor, theta: Tensor) -> Tensor:
         code == Code.CONVERGED,
         lambda: (
             f"filter: no {type(family).__name__} has the expected statistics of a mixture: numbers "
-            "overflow, or a law is too narrow for its natural parameters. For a Normal, take "
+            "overflow, or a law is too narrow for its natural parameters. For a Gaussian, take "
             "SwitchingLinearGaussian."
         ),
     )

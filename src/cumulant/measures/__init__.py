@@ -1,10 +1,14 @@
 """Tilted measures: G, mean, covariance, link, dual, M-projection (docs/theory.md, T1-T11)."""
 
+from typing import NoReturn
+
+from cumulant.core.outcome import Outcome, Solution
+from cumulant.core.renamed import moved
 from cumulant.measures.conjugate import Posterior, posterior
 from cumulant.measures.counts import Bernoulli, Binomial, Categorical, Geometric, Poisson
 from cumulant.measures.empirical import Empirical, maximum_entropy
 from cumulant.measures.family import ExponentialFamily
-from cumulant.measures.gaussian import Gaussian, Normal
+from cumulant.measures.gaussian import Gaussian, MeanCovarianceGaussian
 from cumulant.measures.interop import from_torch
 from cumulant.measures.measure import Measure, Tilted
 from cumulant.measures.mixture import GaussianMixture, Mixture
@@ -12,7 +16,6 @@ from cumulant.measures.positive import Exponential, FixedShapeGamma, Gamma
 from cumulant.measures.project import project
 from cumulant.measures.simplex import Beta, Dirichlet
 from cumulant.measures.sphere import VonMisesFisher
-from cumulant.measures.status import Link, Status
 
 __all__ = [
     "Bernoulli",
@@ -28,13 +31,13 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "Geometric",
-    "Link",
+    "MeanCovarianceGaussian",
     "Measure",
     "Mixture",
-    "Normal",
+    "Outcome",
     "Poisson",
     "Posterior",
-    "Status",
+    "Solution",
     "Tilted",
     "VonMisesFisher",
     "from_torch",
@@ -42,3 +45,13 @@ __all__ = [
     "posterior",
     "project",
 ]
+
+_MOVED = {
+    "Link": "cumulant.measures.Solution",
+    "Normal": "cumulant.MeanCovarianceGaussian",
+    "Status": "cumulant.Outcome",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    moved("cumulant.measures", name, _MOVED)

@@ -5,16 +5,23 @@ See docs/theory.md, T11, T26.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch import distributions as td
 
 from cumulant.core.checks import broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
 from cumulant.measures.family import ExponentialFamily
-from cumulant.measures.gaussian import LOG_2PI, Gaussian, Normal, inverse, packed_natural
+from cumulant.measures.gaussian import (
+    LOG_2PI,
+    Gaussian,
+    MeanCovarianceGaussian,
+    inverse,
+    packed_natural,
+)
 from cumulant.measures.measure import Measure
 from cumulant.measures.positive import Exponential, Gamma
 from cumulant.measures.project import FROM_TORCH
@@ -22,28 +29,33 @@ from cumulant.measures.simplex import Beta, Dirichlet
 
 __all__ = ["Posterior", "posterior"]
 
+_M = TypeVar("_M", bound=Measure)
+Likelihood = type[Measure] | type[td.Distribution] | Gaussian
 
-class Posterior(NamedTuple):
+
+class Posterior(NamedTuple, Generic[_M]):
     """The updated prior, and log p(observations), ``(*batch,)``."""
 
-    measure: Any
+    measure: _M
     log_evidence: Tensor
 
 
-def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterior:
+def posterior(prior: _M, likelihood: Likelihood, observations: Tensor) -> Posterior[_M]:
     """Bayes' rule for conjugate pairs: the prior tilted by the observations (T11, T26).
 
     A likelihood conjugate to the prior is exp<t(y), u(x)> b(y) in the prior's own statistics u, so
     the posterior is prior.tilt(t(y)) and the evidence log p(y) = G(t(y)) + log b(y).
 
-    ==================== ================================ =========================
-    prior                likelihood                       observations
-    ==================== ================================ =========================
-    `Gamma`              `Poisson` or `Exponential`       ``(*batch, n)``
-    `Beta`               `Bernoulli`                      ``(*batch, n)``, 0 or 1
-    `Dirichlet`          `Categorical`                    ``(*batch, n, K)``, one-hot
-    `Normal`, `Gaussian` ``Gaussian(zeros, R)``: noise R  ``(*batch, n, k)``
-    ==================== ================================ =========================
+    ======================================= =============================== ======================
+    prior                                   likelihood                      observations
+    ======================================= =============================== ======================
+    `Gamma`                                 `Poisson` or `Exponential`      ``(*batch, n)``
+    `Beta`                                  `Bernoulli`                     ``(*batch, n)``, 0, 1
+    `Dirichlet`                             `Categorical`                   ``(*batch, n, K)``
+    `Gaussian` or `MeanCovarianceGaussian`  ``Gaussian(zeros, R)``: noise R ``(*batch, n, k)``
+    ======================================= =============================== ======================
+
+    Categories are one-hot.
 
     Args:
         prior: of the parameter x, batch shape ``(*batch,)``.
@@ -62,8 +74,10 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
     if prior._row_count() != 1:
         raise InputError("posterior: the prior must not be tilted by several eta at once.")
     if isinstance(prior, Gaussian):
-        full = posterior(Normal(prior.loc, prior.covariance_matrix), likelihood, observations)
-        return full._replace(measure=Gaussian(full.measure.loc, full.measure.covariance_matrix))
+        free = MeanCovarianceGaussian(prior.loc, prior.covariance_matrix)
+        full = posterior(free, likelihood, observations)
+        member = Gaussian(full.measure.loc, full.measure.covariance_matrix)
+        return Posterior(cast(_M, member), full.log_evidence)
     got, weak = numbers("posterior", observations=observations)
     y = finite("posterior", "observations", got["observations"])
     kind = torch.get_default_dtype() if weak else y.dtype
@@ -83,7 +97,7 @@ def posterior(prior: Measure, likelihood: Any, observations: Tensor) -> Posterio
         ) from None
     updated = member._tilted(shift)._to(kind)
     updated._weak = False
-    return Posterior(updated, evidence.to(kind))
+    return Posterior(cast(_M, updated), evidence.to(kind))
 
 
 def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +106,7 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     def need(ok: Tensor, what: str) -> None:
         require(ok, lambda: f"posterior: {what}.")
 
-    vectors = isinstance(prior, Dirichlet | Normal) and not isinstance(prior, Beta)
+    vectors = isinstance(prior, Dirichlet | MeanCovarianceGaussian) and not isinstance(prior, Beta)
     if y.ndim < (2 if vectors else 1):
         raise InputError(
             f"posterior: observations must have shape (..., n{', k' * vectors}), not "
@@ -119,7 +133,7 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
             hot = ((y == 0) | (y == 1)).all(-1) & (y.sum(-1) == 1)
             need(hot, "categorical observations must be one-hot vectors")
             return y.sum(-2), torch.zeros_like(n)
-        case Normal() if isinstance(likelihood, Gaussian):
+        case MeanCovarianceGaussian() if isinstance(likelihood, Gaussian):
             k = prior._event_size()
             if likelihood.dimension != k or y.shape[-1] != k:
                 raise InputError(
@@ -145,5 +159,5 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     raise InputError(
         f"posterior: {type(prior).__name__} is not conjugate to {name} here. Pairs: Gamma with "
         "Poisson or Exponential, Beta with Bernoulli, Dirichlet with Categorical (pass these as "
-        "classes), Normal or Gaussian with a Gaussian (the law of the noise)."
+        "classes), MeanCovarianceGaussian or Gaussian with a Gaussian (the law of the noise)."
     )

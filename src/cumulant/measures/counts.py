@@ -1,4 +1,4 @@
-"""Families on whole numbers and categories (docs/theory.md, T6)."""
+"""Families on integers and categories (docs/theory.md, T6)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cumulant.core.checks import (
     row_of,
 )
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.kernels.merge import Pool
 from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.family import ExponentialFamily, coded, interval, solved
-from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["Bernoulli", "Binomial", "Categorical", "Geometric", "Poisson"]
 
@@ -47,7 +47,7 @@ class Binomial(ExponentialFamily):
     """Successes in n trials, theta = log(p / (1 - p)): G(eta) = n log(1 - p + p e^eta) (T6).
 
     Args:
-        total_count: n, a positive whole number, ``(*batch,)``.
+        total_count: n, a positive integer, ``(*batch,)``.
         probs: p in [0, 1], ``(*batch,)``.
 
     >>> import torch, cumulant as cm
@@ -69,7 +69,7 @@ class Binomial(ExponentialFamily):
     def _set_count(self, count: Tensor) -> None:
         require(
             _whole(count) & (count > 0) & count.isfinite(),
-            lambda: f"{type(self).__name__}: total_count must be a positive whole number.",
+            lambda: f"{type(self).__name__}: total_count must be a positive integer.",
         )
         self._count = row_of(count)
 
@@ -106,7 +106,7 @@ class Binomial(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, self._count[..., 0])
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         return solved(mean.log() - (self._count - mean).log())
 
     def _interior(self, mean: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class Poisson(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         return solved(mean.log())
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Geometric(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         return solved(-torch.log1p(1 / mean))
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
@@ -327,16 +327,16 @@ class Categorical(ExponentialFamily):
         inner = torch.where(alive, mean, 1.0)
         return coded(total | stray | (inner < 0).any(-1), (inner == 0).any(-1))
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         return solved(mean.log())
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         code = self._hull(mean)
         alive = (self._theta > -torch.inf).expand_as(mean)
         good = alive & (code == Code.CONVERGED)[..., None]
         eta = torch.where(good, mean, 1.0).log() - torch.where(good, self._theta, 0.0)
         center = torch.where(good, eta, 0.0).sum(-1, keepdim=True) / alive.sum(-1, keepdim=True)
-        return Link(torch.where(good, eta - center, 0.0), Status(checked(code, throw)))
+        return Solution(torch.where(good, eta - center, 0.0), Outcome(code))
 
     def _log_base(self, x: Tensor) -> Tensor:
         hot = ((x == 0) | (x == 1)).all(-1) & (x.sum(-1) == 1)

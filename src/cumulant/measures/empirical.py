@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, log_masses, numbers
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Outcome, Solution
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, Options, attention, expectation
 from cumulant.measures.calculus import log_sum_exp
+from cumulant.measures.frame import whitening
 from cumulant.measures.measure import Measure
-from cumulant.measures.newton import Problem, whitening
-from cumulant.measures.status import checked
+from cumulant.measures.newton import Problem
 
 __all__ = ["Empirical", "maximum_entropy"]
 
@@ -29,8 +30,8 @@ class Empirical(Measure):
 
     Args:
         points: ``(*batch, N, d)``.
-        log_weights: ``(*batch, N)``, used as they are; -inf takes a point out. The counting
-            measure (all zero) if left out.
+        log_weights: ``(*batch, N)``, not normalized; -inf removes a point. By default all zero:
+            the counting measure.
         values: ``(*batch, N, e)``, attached to the points for `value_mean`.
 
     Raises:
@@ -249,9 +250,33 @@ def unpack(packed: Tensor, d: int) -> Tensor:
     return packed[..., place]
 
 
+@overload
 def maximum_entropy(
-    points: Tensor, moments: Tensor | float, *, log_weights: Tensor | None = None
-) -> Tensor:
+    points: Tensor,
+    moments: Tensor | float,
+    *,
+    log_weights: Tensor | None = None,
+    throw: Literal[True] = True,
+) -> Tensor: ...
+
+
+@overload
+def maximum_entropy(
+    points: Tensor,
+    moments: Tensor | float,
+    *,
+    log_weights: Tensor | None = None,
+    throw: Literal[False],
+) -> Solution: ...
+
+
+def maximum_entropy(
+    points: Tensor,
+    moments: Tensor | float,
+    *,
+    log_weights: Tensor | None = None,
+    throw: bool = True,
+) -> Tensor | Solution:
     """The least committed probabilities on points, or features of them, with given means (T8).
 
     Among all p with sum_j p_j x_j = moments these have the largest entropy (relative to the given
@@ -259,14 +284,16 @@ def maximum_entropy(
 
     Args:
         points: ``(*batch, N, d)``, or ``(N,)`` for d = 1; functions of the outcomes.
-        moments: the mean asked for, ``(*batch, d)``, or a number for d = 1.
-        log_weights: ``(*batch, N)``, the prior; uniform if left out.
+        moments: the mean to match, ``(*batch, d)``, or a number for d = 1.
+        log_weights: ``(*batch, N)``, the prior; uniform by default.
+        throw: False returns a `Solution`, the probabilities and an `Outcome`, instead of raising.
 
     Returns:
         ``(*batch, N)``, summing to one; differentiable.
 
     Raises:
-        InputError: no probabilities have these moments, or only some that vanish on points.
+        NoSolutionError: no probabilities have these moments, or only some that vanish on points.
+        ConvergenceError: Newton's method stalled.
 
     Jaynes' die, whose throws average 4.5 instead of 3.5:
 
@@ -285,6 +312,7 @@ def maximum_entropy(
             f"maximum_entropy: moments must have shape (..., {measure.dimension}), one for each "
             f"column of the points, but have {tuple(target.shape)}."
         )
-    found = measure.link(target[..., None, :], throw=False)
-    checked(found.status.code, True, "maximum_entropy")
-    return measure.probabilities(found.value)[..., 0, :].to(kind)
+    eta, status = measure.link(target[..., None, :], throw=False)
+    probabilities = measure.probabilities(eta)[..., 0, :].to(kind)
+    found = Solution(probabilities, Outcome(status.code[..., 0]))
+    return found.status.check("maximum_entropy", found).value if throw else found

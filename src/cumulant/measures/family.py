@@ -19,10 +19,11 @@ from torch.distributions import Distribution
 
 from cumulant.core.checks import HALF, broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.measures.calculus import gradient, jacobian
+from cumulant.measures.frame import no_frame
 from cumulant.measures.measure import Measure, not_negative
-from cumulant.measures.newton import Problem, link_by_newton, no_frame, wide
-from cumulant.measures.status import Code, Link, Status, checked
+from cumulant.measures.newton import Problem, link_by_newton, wide
 
 __all__ = ["ExponentialFamily"]
 
@@ -65,14 +66,14 @@ class ExponentialFamily(Measure):
         """Where A is finite; None if everywhere."""
         return None
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         """The theta with that mean, for means inside the hull: by Newton's method, or overridden
         with `solved` of a closed form."""
         family, wide_mean, resolution = wide(self, mean)
         code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
         frame = no_frame(wide_mean)
-        found = link_by_newton(_Potential(family), wide_mean, code, frame, False, resolution)
-        return Link(found.value.to(mean.dtype), found.status)
+        found = link_by_newton(_Potential(family), wide_mean, code, frame, resolution)
+        return Solution(found.value.to(mean.dtype), found.status)
 
     def _start(self, mean: Tensor) -> Tensor:
         """Where Newton's method starts looking for theta; for families without `_inverse`."""
@@ -121,10 +122,10 @@ class ExponentialFamily(Measure):
         return torch.where(inside, value, -torch.inf)
 
     def _typical(self, x: Tensor) -> Tensor:
-        """Some point of the support, to stand in where x is none."""
+        """A point of the support, used in place of x outside it."""
         return torch.zeros_like(x)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         code = self._hull(mean)
         fixed = ~self._theta.isfinite()
         own = self._gradient(self._theta)
@@ -137,7 +138,7 @@ class ExponentialFamily(Measure):
         found = self._inverse(inner)
         code = torch.where(code == Code.CONVERGED, found.status.code, code)
         eta = torch.where(good, found.value - torch.where(fixed, 0.0, self._theta), 0.0)
-        return Link(eta, Status(checked(code, throw)))
+        return Solution(eta, Outcome(code))
 
     def _relative_entropy(self, eta: Tensor) -> Tensor:
         return not_negative(super()._relative_entropy(eta))
@@ -197,26 +198,37 @@ class ExponentialFamily(Measure):
 
     @classmethod
     def from_expectation(cls, expectation: Tensor, **fixed: Any) -> Self:
-        """The member with E[u] = expectation ``(*batch, d)`` (T11); differentiable."""
-        got, weak = numbers(f"{cls.__name__}.from_expectation", expectation=expectation)
-        mean = got["expectation"]
+        """The member with E[u] = expectation ``(*batch, d)`` (T11); differentiable.
+
+        Raises:
+            NoSolutionError: no member has this expectation.
+            ConvergenceError: Newton's method stalled.
+        """
+        return cls._expecting(f"{cls.__name__}.from_expectation", expectation, **fixed)
+
+    @classmethod
+    def _expecting(cls, call: str, expectation: Tensor, **fixed: Any) -> Self:
+        """`from_expectation`, on behalf of that call."""
+        got, weak = numbers(call, expectation=expectation)
+        mean = finite(call, "expectation", got["expectation"])
         if mean.ndim < 1:
-            raise InputError(
-                f"{cls.__name__}.from_expectation: expectation must have shape (..., d)."
-            )
+            raise InputError(f"{call}: expectation must have shape (..., d).")
         new = cls._empty(mean.shape[-1], **fixed)
         new._theta, new._weak = torch.zeros_like(mean)[..., None, :], weak
         new._check_size()
-        finite(f"{cls.__name__}.from_expectation", "expectation", mean)
         double, wide_mean, _ = wide(new, mean[..., None, :])
         code = double._hull(wide_mean)
         if cls._closed:
             code = torch.where(code == Code.BOUNDARY, int(Code.CONVERGED), code)
-        good = (code == Code.CONVERGED)[..., None]
-        found = double._inverse(torch.where(good, wide_mean, double._interior(wide_mean)))
-        code = torch.where(good[..., 0], found.status.code, code)
-        checked(code, True, f"{cls.__name__}.from_expectation")
+        found = double._inverse_inside(wide_mean, code)
+        found.status.check(call, found)
         return double._rebuilt({"_theta": found.value})._to(mean.dtype)
+
+    def _inverse_inside(self, mean: Tensor, code: Tensor) -> Solution:
+        """The theta of each mean whose code is good; elsewhere some mean inside stands in."""
+        good = code == Code.CONVERGED
+        found = self._inverse(torch.where(good[..., None], mean, self._interior(mean)))
+        return Solution(found.value, Outcome(torch.where(good, found.status.code, code)))
 
     def _check_size(self) -> None:
         """Raise if the natural parameter has a size that this family cannot have."""
@@ -241,10 +253,10 @@ class ExponentialFamily(Measure):
         return measure._distribution(measure._theta + eta)
 
 
-def solved(theta: Tensor) -> Link:
+def solved(theta: Tensor) -> Solution:
     """A closed form as a link without failures."""
     code = torch.full(theta.shape[:-1], int(Code.CONVERGED), device=theta.device)
-    return Link(theta, Status(code))
+    return Solution(theta, Outcome(code))
 
 
 def interval(mean: Tensor, low: float | None, high: float | Tensor | None) -> Tensor:

@@ -18,12 +18,12 @@ from cumulant.core.checks import (
     symmetric_definite,
 )
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Solution
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure
-from cumulant.measures.status import Link
 
-__all__ = ["Gaussian", "Normal"]
+__all__ = ["Gaussian", "MeanCovarianceGaussian"]
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -145,7 +145,7 @@ class Gaussian(Measure):
     def _relative_entropy(self, eta: Tensor) -> Tensor:
         return (eta * self._times(eta)).sum(-1) / 2
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         away = mean - self._loc
         return solved(
             away / self._cov[..., None, :] if self.diagonal else away @ inverse(self._cov)
@@ -191,18 +191,18 @@ def log_gaussian(away: Tensor, root: Tensor) -> Tensor:
     return -(white.square().sum(-2) + away.shape[-1] * LOG_2PI) / 2 - log_root
 
 
-class Normal(ExponentialFamily):
+class MeanCovarianceGaussian(ExponentialFamily):
     """A Gaussian with mean and covariance both moving: u(x) = (x, x_a x_b for a <= b) (T26).
 
-    theta = (P m, -P_aa / 2, -P_ab for a < b) with the precision P = S^-1. To move the mean alone,
-    with d statistics, take `Gaussian`.
+    theta = (P m, -P_aa / 2, -P_ab for a < b) with the precision P = S^-1. `Gaussian` is the same
+    law with only the mean moving, and d statistics.
 
     Args:
         mean: m, ``(*batch, k)``.
         covariance: S, ``(*batch, k, k)``, or its diagonal ``(*batch, k)``, or one number.
 
     >>> import torch, cumulant as cm
-    >>> cm.Normal(torch.ones(1), torch.eye(1)).expectation  # E[x], E[x^2]
+    >>> cm.MeanCovarianceGaussian(torch.ones(1), torch.eye(1)).expectation  # E[x], E[x^2]
     tensor([1., 2.])
     """
 
@@ -219,8 +219,8 @@ class Normal(ExponentialFamily):
         k = self._size()
         if k * (k + 3) // 2 != self._theta.shape[-1]:
             raise InputError(
-                "Normal has k + k (k + 1) / 2 statistics in k dimensions (2, 5, 9, ...); got "
-                f"{self._theta.shape[-1]}."
+                "MeanCovarianceGaussian has k + k (k + 1) / 2 statistics in k dimensions (2, 5, "
+                f"9, ...); got {self._theta.shape[-1]}."
             )
 
     def _size(self, d: int | None = None) -> int:
@@ -283,7 +283,7 @@ class Normal(ExponentialFamily):
         outside = (variances < 0).any(-1) | (lowest < -slack)
         return coded(outside, (variances == 0).any(-1) | (lowest <= slack))
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         k = self._size(mean.shape[-1])
         precision = inverse(_spread(mean, k))
         first = (precision @ mean[..., :k, None])[..., 0]

@@ -14,33 +14,22 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self, overload
+from typing import Any, ClassVar, Self, overload
 from typing import Literal as Lit
 
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, broadcast, numbers, require
+from cumulant.core.checks import HALF, broadcast, numbers, require, whole
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.core.randomness import drawing_from
 from cumulant.measures.calculus import gradient, jacobian, pullback
-from cumulant.measures.newton import Problem, link_by_newton, whitening, wide
-from cumulant.measures.status import Code, Link, Status
+from cumulant.measures.entry import Entry, enter
+from cumulant.measures.frame import whitening
+from cumulant.measures.newton import Problem, link_by_newton, wide
 
 __all__ = ["Measure", "Tilted", "not_negative"]
-
-
-class _Entry(NamedTuple):
-    """A checked call: the measure in the precision of the computation, and the way back."""
-
-    measure: Any
-    arguments: list[Tensor]
-    flat: bool
-    dtype: torch.dtype
-
-    def finish(self, x: Tensor, tail: int) -> Tensor:
-        """In the caller's precision; `tail` dimensions follow the M natural parameters."""
-        x = x.squeeze(-1 - tail) if self.flat else x
-        return x.to(self.dtype)
 
 
 class Measure(ABC):
@@ -59,7 +48,7 @@ class Measure(ABC):
     =============================== ===============================================================
 
     Everything but samples is differentiable, in eta and in the measure's own parameters. A single
-    eta ``(d,)`` gives results without the dimension M; leaving eta out is eta = 0. Batch dimensions
+    eta ``(d,)`` gives results without the dimension M; eta defaults to 0. Batch dimensions
     broadcast. Outside its domain a family has G = +inf and infinite mean, covariance and KL.
     """
 
@@ -133,12 +122,12 @@ class Measure(ABC):
 
         return Problem(value_and_mean, self._covariance)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         measure, mean, resolution = wide(self, mean)
         center, spread = measure._detached()._extent()
         frame, off = whitening(center, spread, mean.detach(), resolution)
         code = torch.where(off, int(Code.OUTSIDE), int(Code.CONVERGED))
-        return link_by_newton(measure, mean, code, frame, throw, resolution)
+        return link_by_newton(measure, mean, code, frame, resolution)
 
     # The tensors behind the measure ---------------------------------------------------------------
 
@@ -186,53 +175,9 @@ class Measure(ABC):
 
     # The public edge ------------------------------------------------------------------------------
 
-    def _enter(self, call: str, **given: Tensor | None) -> _Entry:
+    def _enter(self, call: str, **given: Tensor | None) -> Entry:
         """Check natural parameters or means, and bring them to ``(*batch, M, d)``."""
-        owner = f"{type(self).__name__}.{call}"
-        d = self.dimension
-        tensors: dict[str, Tensor] = {}
-        for name, x in given.items():
-            if x is None:
-                kind = torch.get_default_dtype() if self._weak else self.dtype
-                x = torch.zeros(d, dtype=kind, device=self.device)
-            elif not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                kind = torch.get_default_dtype() if self._weak else self.dtype
-                try:
-                    x = torch.as_tensor(x, dtype=kind, device=self.device)
-                except (TypeError, ValueError, RuntimeError):
-                    came = type(x).__name__
-                    raise InputError(f"{owner}: {name} must be a tensor, not {came}.") from None
-            if x.layout != torch.strided:
-                raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
-            if x.is_complex() or x.dtype == torch.bool or x.ndim < 1 or x.shape[-1] != d:
-                raise InputError(
-                    f"{owner}: {name} must be real with shape (..., M, {d}) or ({d},), the last "
-                    f"dimension being that of the measure; got {tuple(x.shape)} {x.dtype}."
-                    + (" Add a dimension with x[..., None]." if d == 1 else "")
-                )
-            if x.device != self.device:
-                raise InputError(
-                    f"{owner}: {name} is on {x.device}, the measure on {self.device}: move one."
-                )
-            require(x.isfinite(), lambda name=name: f"{owner}: {name} must be finite.")
-            tensors[name] = x if x.is_floating_point() else x.to(torch.get_default_dtype())
-        output = None if self._weak else self.dtype
-        for x in tensors.values():
-            output = x.dtype if output is None else torch.promote_types(output, x.dtype)
-        halves = [x.dtype for x in tensors.values() if x.dtype in HALF]
-        if len(halves) == len(tensors) and self.dtype != torch.float64:
-            output = halves[0]  # half precision in, half precision out
-        output = output or torch.get_default_dtype()
-        compute = torch.float32 if output in HALF else output
-        if self._double and self.device.type != "mps":
-            compute = torch.float64
-        flat = all(x.ndim == 1 for x in tensors.values()) and not self._rows
-        rows = [(x if x.ndim > 1 else x[None]).to(compute) for x in tensors.values()]
-        # The rows of a tilted measure pair off with those of eta, so they broadcast together.
-        shapes = {n: x.shape[:-1] for n, x in zip(tensors, rows, strict=True)}
-        full = broadcast(owner, measure=(*self.batch_shape, self._row_count()), **shapes)
-        rows = [x.expand(*full, d) for x in rows]
-        return _Entry(self._to(compute), rows, flat, output)
+        return enter(self, call, given)
 
     def _row_count(self) -> int:
         return 1
@@ -275,7 +220,7 @@ class Measure(ABC):
         """KL(p_eta || h) = <eta, E[u]> - G(eta), which is G* at the mean (T7).
 
         Where h is not a probability, such as the counting measure, this is the integral of
-        p log(p / h) all the same: minus the Shannon entropy for counting.
+        p log(p / h) nevertheless: for counting, minus the Shannon entropy.
         """
         entry = self._enter("relative_entropy", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
@@ -296,32 +241,40 @@ class Measure(ABC):
     def link(self, mean: Tensor, *, throw: Lit[True] = True) -> Tensor: ...
 
     @overload
-    def link(self, mean: Tensor, *, throw: Lit[False]) -> Link: ...
+    def link(self, mean: Tensor, *, throw: Lit[False]) -> Solution: ...
 
-    def link(self, mean: Tensor, *, throw: bool = True) -> Tensor | Link:
+    def link(self, mean: Tensor, *, throw: bool = True) -> Tensor | Solution:
         """The eta whose mean is `mean`, of smallest norm: the canonical link (T8).
 
         It exists exactly for means in the relative interior of the convex hull of u's support.
 
         Args:
             mean: ``(*batch, M, d)``.
-            throw: raise where no eta exists; otherwise return `Link`, a pair of the value (finite,
-                but without meaning where the status is not converged) and a `Status`.
+            throw: False returns a `Solution`, the value and the `Outcome` of each mean, instead of
+                raising.
 
         Raises:
-            InputError: a mean on the boundary of the hull or outside it; the message counts them.
+            NoSolutionError: a mean on the boundary of the hull or outside it. It is an
+                `InputError` and a `ConvergenceError`.
+            ConvergenceError: Newton's method stalled.
+
+        >>> import torch, cumulant as cm
+        >>> die = cm.Empirical(torch.arange(1.0, 7.0)[:, None])
+        >>> die.link(torch.tensor([[3.5], [7.0]]), throw=False).status.outside
+        tensor([False,  True])
         """
         entry = self._enter("link", mean=mean)
-        found: Link = entry.measure._link(*entry.arguments, throw)
+        found: Solution = entry.measure._link(*entry.arguments)
         top = torch.finfo(entry.dtype).max
-        value = entry.finish(found.value.clamp(-top, top), 1)
-        return value if throw else Link(value, Status(_code(entry, found)))
+        code = found.status.code.squeeze(-1) if entry.flat else found.status.code
+        found = Solution(entry.finish(found.value.clamp(-top, top), 1), Outcome(code))
+        return found.status.check("link", found).value if throw else found
 
     def dual(self, mean: Tensor) -> Tensor:
         """G*(mean) = max over eta of <eta, mean> - G(eta) (T7, T8); +inf outside the hull."""
         entry = self._enter("dual", mean=mean)
         measure, (mean,) = entry.measure, entry.arguments
-        found: Link = measure._link(mean, False)
+        found: Solution = measure._link(mean)
         eta = found.value
         measure, mean = measure._to(eta.dtype), mean.to(eta.dtype)
         value = (eta * mean).sum(-1) - measure._log_normalizer(eta)
@@ -349,15 +302,26 @@ class Measure(ABC):
     def _tilted(self, eta: Tensor) -> Measure:
         return Tilted(self, eta)
 
-    def sample(self, eta: Tensor | None = None, n: int = 1) -> Tensor:
-        """n draws from p_eta for each eta: ``(n, *batch, M, d)`` (no gradient)."""
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"sample: n must be a whole number >= 0, not {n!r}.")
+    def sample(
+        self,
+        eta: Tensor | None = None,
+        n: int = 1,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """n draws from p_eta for each eta: ``(n, *batch, M, d)`` (no gradient).
+
+        Args:
+            eta: ``(*batch, M, d)``.
+            n: how many.
+            generator: of the draws; torch's own by default.
+        """
+        whole("sample", "n", n, 0)
         entry = self._enter("sample", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         _require_inside("sample", measure, eta)
         shape = (n, *eta.shape[:-1], measure._event_size())
-        with torch.no_grad():
+        with torch.no_grad(), drawing_from("sample", generator, self.device):
             empty = 0 in shape
             return entry.finish(eta.new_empty(shape) if empty else measure._sample(eta, n), 1)
 
@@ -445,10 +409,10 @@ class Tilted(Measure):
     def _inside(self, eta: Tensor) -> Tensor | None:
         return self.base._inside(self.shift + eta)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
-        found = self.base._link(mean, throw)
+    def _link(self, mean: Tensor) -> Solution:
+        found = self.base._link(mean)
         shift = self.shift.to(found.value.dtype)
-        return Link(found.value - self.base._visible(shift), found.status)
+        return Solution(found.value - self.base._visible(shift), found.status)
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
         shift = self.shift.to(mean.dtype)
@@ -487,7 +451,3 @@ def _require_inside(call: str, measure: Measure, eta: Tensor) -> None:
 def not_negative(x: Tensor) -> Tensor:
     """Rounding below zero taken off the value, not off the derivatives."""
     return x + (-x).clamp_min(0.0).detach()
-
-
-def _code(entry: _Entry, found: Link) -> Tensor:
-    return found.status.code.squeeze(-1) if entry.flat else found.status.code

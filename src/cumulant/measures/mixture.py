@@ -21,12 +21,12 @@ from cumulant.core.checks import (
     symmetric_definite,
 )
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.empirical import Empirical, unpack
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import could_be_dense, log_gaussian
 from cumulant.measures.measure import Measure
-from cumulant.measures.status import Code, Link, Status, checked
 
 __all__ = ["GaussianMixture", "Mixture"]
 
@@ -45,9 +45,9 @@ class GaussianMixture(Measure):
         means: ``(*batch, N, d)``.
         covariances: by `covariance_type`: "shared" ``(*batch, d, d)``, "own" ``(*batch, N, d, d)``,
             "diagonal" ``(*batch, N, d)``, "isotropic" ``(*batch, N)`` or one number.
-        log_weights: log pi ``(*batch, N)``, used as they are; uniform probabilities if left out.
-        covariance_type: read off the shape if left out. Where N = d, an array ``(d, d)`` is shared
-            if it is symmetric positive definite and diagonal otherwise.
+        log_weights: log pi ``(*batch, N)``, not normalized; uniform probabilities by default.
+        covariance_type: inferred from the shape by default. Where N = d, an array ``(d, d)`` is
+            shared if it is symmetric positive definite, and diagonal otherwise.
 
     >>> import torch, cumulant as cm
     >>> h = cm.GaussianMixture(torch.tensor([[-1.0], [1.0]]), 0.5)
@@ -183,7 +183,7 @@ class GaussianMixture(Measure):
 
         Args:
             eta: ``(*batch, M, d)``.
-            q: probabilities ``(N,)`` or ``(*batch, M, N)``; the mixture's own weights if left out,
+            q: probabilities ``(N,)`` or ``(*batch, M, N)``; the mixture's own weights by default,
                 which is tight at eta = 0.
         """
         entry = self._enter("log_normalizer_bound", eta=eta)
@@ -302,7 +302,7 @@ class Mixture(Measure):
 
     Args:
         components: a measure with batch shape ``(*batch, N)``.
-        log_weights: log pi ``(*batch, N)``; uniform probabilities if left out.
+        log_weights: log pi ``(*batch, N)``; uniform probabilities by default.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Mixture(cm.Poisson(torch.tensor([1.0, 5.0])))
@@ -375,17 +375,17 @@ class Mixture(Measure):
         inside = self.components._inside(self._own(eta))
         return None if inside is None else inside.all(-2)
 
-    def _link(self, mean: Tensor, throw: bool) -> Link:
+    def _link(self, mean: Tensor) -> Solution:
         """By Newton's method, inside the hull of what any component may produce."""
         if isinstance(self.components, Empirical):
-            return self._pooled(self.components)._link(mean, throw)
+            return self._pooled(self.components)._link(mean)
         if not isinstance(self.components, ExponentialFamily):
-            return super()._link(mean, throw)
+            return super()._link(mean)
         code = self.components._hull(mean[..., None, :, :]).amin(-2).expand(mean.shape[:-1])
         outside = (code == Code.OUTSIDE)[..., None]
-        found = super()._link(torch.where(outside, self._mean(torch.zeros_like(mean)), mean), False)
+        found = super()._link(torch.where(outside, self._mean(torch.zeros_like(mean)), mean))
         code = torch.where(code == Code.CONVERGED, found.status.code, code)
-        return Link(found.value, Status(checked(code, throw)))
+        return Solution(found.value, Outcome(code))
 
     def _pooled(self, components: Empirical) -> Empirical:
         """A mixture of weighted points is one set of weighted points."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
-from cumulant.measures.status import Code, Link, Status, checked
+from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.measures.frame import Frame
 
-__all__ = ["Frame", "Problem", "link_by_newton", "no_frame", "whitening", "wide"]
+__all__ = ["Problem", "link_by_newton", "wide"]
 
 # Twice the gap in nats after the last step, as the contraction so far foretells it; for numbers
 # that came in single precision, what that precision can show.
@@ -51,61 +52,6 @@ class Problem(NamedTuple):
     start: Callable[[Tensor], Tensor] | None = None
 
 
-class Frame(NamedTuple):
-    """Coordinates z with eta = W z in which the support, weights aside, has covariance one.
-
-    `idle` directions do not move: the support is flat there, and W is zero on them. `span` projects
-    on the directions of the support, which makes eta as short as it can be.
-    """
-
-    whiten: Tensor  # (*batch, d, d): W
-    idle: Tensor  # (*batch, d)
-    span: Tensor  # (*batch, d, d)
-    narrow: Tensor  # (*batch, 1): the smallest eigenvalue of the correlations that is not idle
-
-    @property
-    def tails(self) -> tuple[int, ...]:
-        """How many dimensions of each tensor are not batch."""
-        return 2, 1, 2, 1
-
-
-def whitening(
-    center: Tensor, covariance: Tensor, mean: Tensor, resolution: float
-) -> tuple[Frame, Tensor]:
-    """The frame of a measure, and which of the means lie off its affine span.
-
-    Coordinates may be in different units, so rank is judged by correlations. `resolution` is the
-    rounding of the numbers the caller gave.
-    """
-    d, rounding = covariance.shape[-1], torch.finfo(covariance.dtype).eps
-    unit = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
-    # A coordinate whose spread is rounding of its own size does not vary.
-    unit = torch.where(unit <= 4 * rounding * center[..., 0, :].abs(), 0.0, unit)
-    inverse = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1.0), 0.0)
-    correlation = covariance * inverse[..., :, None] * inverse[..., None, :]
-    values, axes = torch.linalg.eigh(correlation)
-    idle = values <= d * max(100 * rounding, (16 * resolution) ** 2)
-    length = torch.where(idle, 1.0, values).sqrt()
-    whiten = inverse[..., :, None] * axes * torch.where(idle, 0.0, 1 / length)[..., None, :]
-    # What the support's directions cannot see: the null space of the covariance.
-    blind = torch.where(unit > 0, inverse, 1.0)[..., :, None] * axes * idle[..., None, :]
-    blind = blind / torch.linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
-    eye = torch.eye(d, dtype=covariance.dtype, device=covariance.device)
-    span = eye - blind @ torch.linalg.pinv(blind, rtol=1e-10)
-    away = mean - center
-    off = torch.linalg.vector_norm(away - away @ span, dim=-1)
-    size = unit.amax(-1)[..., None] + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
-    narrow = torch.where(idle, torch.inf, values).amin(-1, keepdim=True)
-    frame = Frame(whiten, idle, span, narrow)
-    return frame, off > max(1e4 * rounding, 100 * resolution) * size
-
-
-def no_frame(like: Tensor) -> Frame:
-    """The coordinates as they are, for eta of d statistics."""
-    eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    return Frame(eye, eye[0] > 1, eye, eye[0, :1])
-
-
 def _curvature(hessian: Callable[[Tensor], Tensor], eta: Tensor, frame: Frame) -> Tensor:
     """The Hessian in the frame, one on the idle directions."""
     whiten = frame.whiten[..., None, :, :]
@@ -133,7 +79,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where there are none."""
+    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where it has none."""
 
     def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
         curvature = _curvature(hessian, eta, frame)
@@ -211,78 +157,158 @@ def minimize(
     problem: Problem, mean: Tensor, frame: Frame, code: Tensor, aim: float
 ) -> tuple[Tensor, Tensor]:
     """(eta, code) for all rows down to a gap of `aim`, given the codes known before."""
-    d = mean.shape[-1]
-    active = code == Code.CONVERGED
-    code = torch.where(active, int(Code.STALLED), code)
-    point = _start(problem, mean)
-    back = _Point(*(x.clone() for x in point))
-    pivot, before = torch.ones_like(point.gap), torch.zeros_like(point.gap)
-    stride = torch.full_like(point.gap, torch.inf)
-    factor = torch.empty(*mean.shape, d, dtype=mean.dtype, device=mean.device)
-    stale, returnable = active.clone(), torch.zeros_like(active)
-    if problem.start is None and mean.shape[-2]:
-        factor[:], pivot[:] = _factor(problem, point.eta[..., :1, :], frame)
-        stale[:] = False
+    descent = _Descent(problem, mean, frame, code, aim)
     for _ in range(_STEPS):
-        old = _any(active & stale)
-        if len(old):
-            fresh = _factor(problem, _take(point.eta, old), frame)
-            factor[..., old, :, :], pivot[..., old] = fresh
-        rows = _any(active)
+        descent.refresh_factors()
+        rows = _any(descent.active)
         if len(rows) == 0:
             break
-        now, target, thinnest = point.take(rows), _take(mean, rows), pivot[..., rows]
-        thin = _thin(problem, thinnest)
-        whole = factor[..., rows, :, :]
-        slope = (target - now.gradient) @ frame.whiten
-        step = torch.cholesky_solve(slope[..., None], whole)[..., 0]
-        decrement, last = (step * slope).sum(-1), before[..., rows]
-        foretold = decrement * (decrement / last).clamp_max(1.0).nan_to_num(1.0)
-        settled = (foretold <= aim) | ((decrement < 1e-12) & (decrement > last / 2))
-        going, fate = active[..., rows], code[..., rows]
+        descent.advance(rows)
+    return descent.point.eta, descent.code
+
+
+class _Step(NamedTuple):
+    """A Newton step of some rows: from where, by which factor, how far, and what it promises."""
+
+    now: _Point
+    target: Tensor
+    factor: Tensor
+    pivot: Tensor
+    thin: Tensor  # where no curvature is left
+    slope: Tensor  # in the frame
+    direction: Tensor  # of eta
+    decrement: Tensor  # lambda^2, twice the promised fall
+
+
+class _Verdict(NamedTuple):
+    """What to do with some rows before they move: their codes, which continue, which return."""
+
+    code: Tensor
+    going: Tensor
+    lost: Tensor
+
+
+class _Descent:
+    """The state of all rows, and one round of the method."""
+
+    def __init__(
+        self, problem: Problem, mean: Tensor, frame: Frame, code: Tensor, aim: float
+    ) -> None:
+        self.problem, self.mean, self.frame, self.aim = problem, mean, frame, aim
+        self.active = code == Code.CONVERGED
+        self.code = torch.where(self.active, int(Code.STALLED), code)
+        self.point = _start(problem, mean)
+        self.back = _Point(*(x.clone() for x in self.point))  # where a lost row returns to
+        self.returnable = torch.zeros_like(self.active)
+        self.last = torch.zeros_like(self.point.gap)  # the decrement of the round before
+        self.stride = torch.full_like(self.point.gap, torch.inf)
+        self.pivot = torch.ones_like(self.point.gap)
+        self.factor = torch.empty(*mean.shape, mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        self.stale = self.active.clone()
+        if problem.start is None and mean.shape[-2]:  # all rows start alike: one factor for all
+            first = _factor(problem, self.point.eta[..., :1, :], frame)
+            self.factor[:], self.pivot[:] = first
+            self.stale[:] = False
+
+    def refresh_factors(self) -> None:
+        """New factors of the Hessian where the old ones no longer shrink the gap fast."""
+        rows = _any(self.active & self.stale)
+        if len(rows):
+            fresh = _factor(self.problem, _take(self.point.eta, rows), self.frame)
+            self.factor[..., rows, :, :], self.pivot[..., rows] = fresh
+
+    def advance(self, rows: Tensor) -> None:
+        """One round for these rows: step, verdict, line search, bookkeeping."""
+        step = self._step(rows)
+        verdict = self._verdict(rows, step)
+        step = self._limited(rows, step, verdict.lost)
+        new, moved = _search(
+            self.problem, step.target, step.now, step.direction, step.decrement, verdict.going
+        )
+        self._record(rows, step, verdict, new, moved)
+
+    def _step(self, rows: Tensor) -> _Step:
+        """Newton's direction, H^-1 (mean - gradient)."""
+        now, target = self.point.take(rows), _take(self.mean, rows)
+        factor, pivot = self.factor[..., rows, :, :], self.pivot[..., rows]
+        slope = (target - now.gradient) @ self.frame.whiten
+        move = torch.cholesky_solve(slope[..., None], factor)[..., 0]
+        return _Step(
+            now,
+            target,
+            factor,
+            pivot,
+            _thin(self.problem, pivot),
+            slope,
+            move @ self.frame.whiten.mT,
+            (move * slope).sum(-1),
+        )
+
+    def _verdict(self, rows: Tensor, step: _Step) -> _Verdict:
+        """Which rows have ended, and how; which have lost their way."""
+        last, thin = self.last[..., rows], step.thin
+        foretold = step.decrement * (step.decrement / last).clamp_max(1.0).nan_to_num(1.0)
+        rounding = (step.decrement < 1e-12) & (step.decrement > last / 2)
+        settled = (foretold <= self.aim) | rounding
+        code, going = self.code[..., rows], self.active[..., rows]
         lost = torch.zeros_like(going)
         ends = [(settled & ~thin, Code.CONVERGED)]
-        if problem.floor is not None:
-            strain = slope.square().sum(-1) / thinnest.clamp_min(1e-300)
-            outside = now.gap < problem.floor - 1e-9 * (1 + problem.floor.abs())
-            if bool((thin & going).any()):
-                outside = outside | (thin & _beyond(problem, now.eta, target, problem.floor))
+        if self.problem.floor is not None:
+            outside = self._outside(step, self.problem.floor, going)
+            strain = step.slope.square().sum(-1) / step.pivot.clamp_min(1e-300)
             boundary = thin & (strain < 1e-3)
             ends = [(outside, Code.OUTSIDE), (boundary, Code.BOUNDARY), *ends]
             # Weights so peaked that they no longer feel the slope: the last step went too far.
-            lost = going & thin & ~outside & ~boundary & returnable[..., rows]
+            lost = going & thin & ~outside & ~boundary & self.returnable[..., rows]
         for reached, kind in ends:
-            fate = torch.where(going & reached, int(kind), fate)
+            code = torch.where(going & reached, int(kind), code)
             going = going & ~reached
-        going = going & ~lost
-        direction = step @ frame.whiten.mT
-        if problem.reach is not None:
-            length = (direction.abs() * problem.reach).sum(-1)
-            # Halved after a step too far, doubled after a good one.
-            limit = stride[..., rows]
-            limit = torch.where(returnable[..., rows], 2 * limit, limit)
-            limit = torch.where(lost, stride[..., rows].clamp_max(200) / 2, limit)
-            stride[..., rows] = limit
-            limit = torch.where(thin, limit.clamp_max(50), limit)
-            share = (limit / length.clamp_min(1e-300)).clamp_max(1.0)
-            direction, decrement = direction * share[..., None], decrement * share
-        new, moved = _search(problem, target, now, direction, decrement, going)
-        ended = active[..., rows] & (fate == Code.CONVERGED)  # one more step costs nothing
-        new = new._replace(eta=new.eta + direction * ended[..., None])
-        new = new.where(lost, back.take(rows))
-        point.put(rows, new)
-        back.put(rows, back.take(rows).where(moved, now))
+        return _Verdict(code, going & ~lost, lost)
+
+    def _outside(self, step: _Step, floor: Tensor, going: Tensor) -> Tensor:
+        """Where the mean is proved to lie outside the hull of finite support."""
+        outside = step.now.gap < floor - 1e-9 * (1 + floor.abs())
+        if bool((step.thin & going).any()):
+            beyond = _beyond(self.problem, step.now.eta, step.target, floor)
+            outside = outside | (step.thin & beyond)
+        return outside
+
+    def _limited(self, rows: Tensor, step: _Step, lost: Tensor) -> _Step:
+        """The step no longer than its row's stride: halved after a step too far, doubled after a
+        good one."""
+        if self.problem.reach is None:
+            return step
+        length = (step.direction.abs() * self.problem.reach).sum(-1)
+        before = self.stride[..., rows]
+        limit = torch.where(self.returnable[..., rows], 2 * before, before)
+        limit = torch.where(lost, before.clamp_max(200) / 2, limit)
+        self.stride[..., rows] = limit
+        limit = torch.where(step.thin, limit.clamp_max(50), limit)
+        share = (limit / length.clamp_min(1e-300)).clamp_max(1.0)
+        return step._replace(
+            direction=step.direction * share[..., None], decrement=step.decrement * share
+        )
+
+    def _record(
+        self, rows: Tensor, step: _Step, verdict: _Verdict, new: _Point, moved: Tensor
+    ) -> None:
+        """Where the rows are now, which of them continue, and whose factor has become stale."""
+        code, going, lost = verdict
+        ended = self.active[..., rows] & (code == Code.CONVERGED)  # one more step costs nothing
+        new = new._replace(eta=new.eta + step.direction * ended[..., None])
+        new = new.where(lost, self.back.take(rows))
+        self.point.put(rows, new)
+        self.back.put(rows, self.back.take(rows).where(moved, step.now))
         stuck = going & ~moved
-        fate = torch.where(stuck & (decrement < 1e-8), int(Code.CONVERGED), fate)
-        retry = stuck & ~stale[..., rows] & (fate != Code.CONVERGED)  # with a fresh factor
-        code[..., rows] = fate
-        active[..., rows] = moved | lost | retry
-        returnable[..., rows] = moved & ~thin
-        slope = (target - new.gradient) @ frame.whiten
-        ahead = (slope * torch.cholesky_solve(slope[..., None], whole)[..., 0]).sum(-1)
-        stale[..., rows] = (ahead > _KEEP * decrement) | (decrement > 0.1) | ~moved
-        before[..., rows] = decrement
-    return point.eta, code
+        code = torch.where(stuck & (step.decrement < 1e-8), int(Code.CONVERGED), code)
+        retry = stuck & ~self.stale[..., rows] & (code != Code.CONVERGED)  # with a fresh factor
+        self.code[..., rows] = code
+        self.active[..., rows] = moved | lost | retry
+        self.returnable[..., rows] = moved & ~step.thin
+        slope = (step.target - new.gradient) @ self.frame.whiten
+        ahead = (slope * torch.cholesky_solve(slope[..., None], step.factor)[..., 0]).sum(-1)
+        self.stale[..., rows] = (ahead > _KEEP * step.decrement) | (step.decrement > 0.1) | ~moved
+        self.last[..., rows] = step.decrement
 
 
 def _search(
@@ -316,20 +342,15 @@ def _search(
     return new, moved
 
 
-class _How(NamedTuple):
-    throw: bool
-    aim: float
-
-
 class _Solve(torch.autograd.Function):
     """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
 
     @staticmethod
-    def forward(measure: Any, names: tuple[str, ...], how: _How, *tensors: Tensor) -> Any:
+    def forward(measure: Any, names: tuple[str, ...], aim: float, *tensors: Tensor) -> Any:
         mean, code, *rest = tensors
         frame, leaves = Frame(*rest[:4]), dict(zip(names, rest[4:], strict=True))
-        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code, how.aim)
-        return eta @ frame.span, checked(code, how.throw)
+        eta, code = minimize(measure._rebuilt(leaves)._problem(), mean, frame, code, aim)
+        return eta @ frame.span, code
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -350,7 +371,7 @@ class _Solve(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         measure: Any,
         names: tuple[str, ...],
-        how: _How,
+        aim: float,
         *tensors: Tensor,
     ) -> Any:
         front = [
@@ -361,12 +382,10 @@ class _Solve(torch.autograd.Function):
             batch = tensors[0].shape if in_dims[3] is None else front[0].shape[1:]
             shape = (info.batch_size, *batch[: len(batch) - 2 + own])
             front[i] = front[i].expand(shape)
-        return _Solve.apply(measure, names, how, *front), (0, 0)
+        return _Solve.apply(measure, names, aim, *front), (0, 0)
 
 
-def solve(
-    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
-) -> Link:
+def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: float) -> Solution:
     """The link of every mean whose code is good, as constants without derivatives."""
     rank = max(len(measure.batch_shape), mean.ndim - 2)
 
@@ -377,9 +396,9 @@ def solve(
     tensors = [aligned(mean, 2), aligned(code, 1)]
     tensors += [aligned(x, own) for x, own in zip(frame, frame.tails, strict=True)]
     tensors += [aligned(x, own) for x, own in leaves.values()]
-    how = _How(throw, max(_GAP, resolution**2))
-    eta, code = _Solve.apply(measure, tuple(leaves), how, *tensors)
-    return Link(eta.reshape(mean.shape), Status(code.reshape(mean.shape[:-1])))
+    aim = max(_GAP, resolution**2)
+    eta, code = _Solve.apply(measure, tuple(leaves), aim, *tensors)
+    return Solution(eta.reshape(mean.shape), Outcome(code.reshape(mean.shape[:-1])))
 
 
 def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
@@ -390,18 +409,18 @@ def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
 
 
 def link_by_newton(
-    measure: Any, mean: Tensor, code: Tensor, frame: Frame, throw: bool, resolution: float
-) -> Link:
+    measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: float
+) -> Solution:
     """The link of every mean whose code is good, with derivatives.
 
     The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
     Newton step squares the error, also that of a formal power series in whatever moves, so from
     the solution one step makes the first derivative exact and two make it the third.
     """
-    found = solve(measure, mean, code, frame, throw, resolution)
+    found = solve(measure, mean, code, frame, resolution)
     if not on_tape(mean, *(x for x, _ in measure._leaves().values())):
         return found
     eta, problem = found.value, measure._problem()
     for _ in range(2):
         eta = newton_step(problem, mean, eta, frame, found.status.converged)
-    return Link(eta, found.status)
+    return Solution(eta, found.status)

@@ -11,8 +11,8 @@ from torch import distributions as td
 
 from cumulant.core.checks import broadcast, numbers, positive, row_of
 from cumulant.core.errors import InputError
+from cumulant.core.outcome import Solution
 from cumulant.measures.family import ExponentialFamily, coded, interval, solved
-from cumulant.measures.status import Link
 
 __all__ = ["Exponential", "FixedShapeGamma", "Gamma"]
 
@@ -77,7 +77,7 @@ class FixedShapeGamma(ExponentialFamily):
     def _hull(self, mean: Tensor) -> Tensor:
         return interval(mean, 0.0, None)
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         return solved(-self._shape / mean)
 
     def _log_base(self, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Gamma(ExponentialFamily):
         gap = x.log() - mean[..., 1]
         return coded((mean[..., 0] <= 0) | (gap < 0), gap == 0)
 
-    def _inverse(self, mean: Tensor) -> Link:
+    def _inverse(self, mean: Tensor) -> Solution:
         # One equation, log a - digamma(a) = gap, by Minka's approximation and his Newton steps in
         # 1/a. From the solution two steps, which carry derivatives, are exact to third order.
         gap = mean[..., 0].log() - mean[..., 1]

@@ -290,8 +290,8 @@ def test_a_step_of_the_cloud_is_the_librarys(browser, page, start, contraction):
     smallest = float(cm.dynamics.expansion(x, moved).minimum)
     assert smallest >= 1
     assert data(browser, CLOUD, "smallest") == pytest.approx(smallest)
-    assert data(browser, CLOUD, "spread") == pytest.approx(float(cm.dynamics.spread(y)))
-    reach = 0.1 * float(cm.dynamics.norm(y))
+    assert data(browser, CLOUD, "spread") == pytest.approx(float(cm.dynamics.cloud_spread(y)))
+    reach = 0.1 * float(cm.dynamics.cloud_norm(y))
     if start != "ring":  # whose gaps are all alike: whether they link is a matter of rounding
         found = int(cm.dynamics.clusters(y, distance=reach).count)
         assert data(browser, CLOUD, "clusters") == found

@@ -19,11 +19,11 @@ from torch import Tensor
 from cumulant.core.files import make_folder, write_file
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
-from cumulant.dynamics.gaussian import gaussian_flow
+from cumulant.dynamics.gaussian_path import gaussian_flow
 from cumulant.dynamics.gaussianity import gaussianity
+from cumulant.dynamics.initial import initial_cloud
 from cumulant.dynamics.shape import clusters
 from cumulant.dynamics.simulate import flow, simulate
-from cumulant.dynamics.starts import start
 
 __all__ = ["Study", "run"]
 
@@ -105,6 +105,11 @@ def _tested(x: Tensor) -> tuple[float, float | None]:
     return float(rejected) / len(x), float(test.statistic.median()) / x.shape[-2]
 
 
+def _cloud(name: str, n: int, d: int, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return initial_cloud(name, n, d, generator=generator, dtype=torch.float64)
+
+
 def cluster_counts(
     betas: list[float], n: int, seeds: int, end: float, tick: Tick
 ) -> list[dict[str, Any]]:
@@ -113,7 +118,7 @@ def cluster_counts(
     found: list[dict[str, Any]] = []
     for beta in betas:
         tick(f"sphere, beta = {beta:g}")
-        x = torch.stack([start("sphere", n, 3, seed=s, dtype=torch.float64) for s in range(seeds)])
+        x = torch.stack([_cloud("sphere", n, 3, seed=s) for s in range(seeds)])
         run = flow(x, times, beta=beta, contraction=Sphere(), rtol=1e-6, atol=1e-8)
         count = clusters(run.states).count.double().mean(-1)
         found.append({"beta": beta, "times": times, "clusters": count.tolist()})
@@ -169,7 +174,7 @@ def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, (contraction, d) in CONTRACTIONS.items():
         tick(f"picture: {name}")
-        x = VARIANCE**0.5 * start("gaussian", n, d, seed=1, dtype=torch.float64)
+        x = VARIANCE**0.5 * _cloud("gaussian", n, d, seed=1)
         states = simulate(x, steps, beta=beta, step_size=STEP, contraction=contraction).states
         shown = [0, steps // 8, steps // 2, steps]
         found.append(

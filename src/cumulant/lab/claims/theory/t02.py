@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant import Binomial, Gamma, Measure, Normal, Poisson
+from cumulant import Binomial, Gamma, MeanCovarianceGaussian, Measure, Poisson
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -57,7 +57,7 @@ def families() -> tuple[tuple[Measure, Tensor, Tensor], ...]:
     bell = 13 * WEIGHT * torch.exp(-((LINE - M) ** 2) / (2 * S)) / (2 * math.pi * S).sqrt()
     return (
         (Gamma(A, B), POSITIVE, GAMMA),
-        (Normal(M[None], S[None, None]), LINE, bell),
+        (MeanCovarianceGaussian(M[None], S[None, None]), LINE, bell),
         (Poisson(B), count, poisson),
         (Binomial(7, P), few, choose * P**few * (1 - P) ** (7 - few)),
     )

@@ -70,7 +70,7 @@ def projected(mixture: Tensor) -> Tensor:
 def moments_gap() -> float:
     """Mean and variance of three Gaussians' projection, against quadrature."""
     centers, spreads = torch.tensor([[-2.0, 0.5, 3.0], [0.3, 1.0, 0.5]], dtype=torch.float64)
-    many = cm.project(cm.GaussianMixture(centers[:, None], spreads), cm.Normal)
+    many = cm.project(cm.GaussianMixture(centers[:, None], spreads), cm.MeanCovarianceGaussian)
     line = torch.linspace(-15, 15, 6001, dtype=torch.float64)
     bells = torch.exp(-((line - centers[:, None]) ** 2) / (2 * spreads[:, None]))
     density = (bells / (2 * torch.pi * spreads[:, None]).sqrt()).mean(0)

@@ -89,7 +89,7 @@ def one_cloud(trial: Trial) -> tuple[dict[str, Tensor], Tensor, float]:
         gaps.append(gap(y, written_out(x, beta, tau, weights, causal)))
         found[case] = pair_ratios(x, y)
     most = tau * beta * float(torch.cdist(x, x).max()) ** 2 / 4
-    bound = dynamics.bounds(x, beta=beta, step_size=tau).pairs
+    bound = dynamics.expansion_bounds(x, beta=beta, step_size=tau).pairs
     gaps.append(float((bound - 1 - most).abs() / bound))
     return found, (found["one"].max() - 1) / most, max(gaps)
 

@@ -230,7 +230,7 @@ def particles_off(trial: Trial) -> Tensor:
 
 def uniform_moved() -> float:
     """How far points spread evenly on the circle move in a unit of time."""
-    ring = dynamics.start("ring", 100, 2, dtype=torch.float64)
+    ring = dynamics.initial_cloud("ring", 100, 2, dtype=torch.float64)
     sphere = dynamics.Sphere()
     return gap(dynamics.flow(ring, [1.0], beta=2.0, contraction=sphere, observables={}).final, ring)
 

@@ -1,4 +1,4 @@
-"""Clouds to begin with."""
+"""Named clouds to start a simulation from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import generator_of, whole
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
+from cumulant.core.randomness import checked_generator
+from cumulant.core.renamed import renamed
 
-__all__ = ["STARTS", "start"]
+__all__ = ["STARTS", "initial_cloud"]
 
-Random = torch.Generator
+Random = torch.Generator | None
 
 
 def _gaussian(n: int, d: int, generator: Random) -> Tensor:
@@ -24,7 +26,7 @@ def _gaussian(n: int, d: int, generator: Random) -> Tensor:
 def _ring(n: int, d: int, generator: Random) -> Tensor:
     """Equally spaced on the unit circle of the first two coordinates."""
     if d < 2:
-        raise InputError("start: a ring needs dimension 2 at least.")
+        raise InputError("initial_cloud: a ring needs dimension 2 at least.")
     angle = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
     out = torch.zeros(n, d, dtype=torch.float64)
     out[:, 0], out[:, 1] = angle.cos(), angle.sin()
@@ -45,7 +47,7 @@ def _clusters(n: int, d: int, generator: Random) -> Tensor:
 def _orthonormal(n: int, d: int, generator: Random) -> Tensor:
     """The first n unit vectors of a random orthonormal basis: all angles equal."""
     if n > d:
-        raise InputError(f"start: at most d = {d} vectors can be orthonormal, but N = {n}.")
+        raise InputError(f"initial_cloud: at most d = {d} vectors can be orthonormal, but N = {n}.")
     return torch.linalg.qr(_gaussian(d, n, generator)).Q.mT.contiguous()
 
 
@@ -58,21 +60,38 @@ STARTS: dict[str, Callable[[int, int, Random], Tensor]] = {
 }
 
 
-def start(name: str, n: int, d: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """A named cloud ``(n, d)``: gaussian, ring, sphere, clusters or orthonormal.
+@renamed(seed="generator")
+def initial_cloud(
+    name: str,
+    n: int,
+    d: int,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A cloud ``(n, d)`` to start from: gaussian, ring, sphere, clusters or orthonormal.
+
+    Args:
+        name: which one.
+        n, d: how many points, of what dimension.
+        generator: of the random ones; torch's own by default.
+        dtype: torch's default floating-point type by default.
+
+    Raises:
+        InputError: an unknown name, or sizes it cannot have.
 
     >>> import cumulant as cm
-    >>> cm.dynamics.start("ring", 4, 2).round(decimals=3) + 0.0
+    >>> cm.dynamics.initial_cloud("ring", 4, 2).round(decimals=3) + 0.0
     tensor([[ 1.,  0.],
             [ 0.,  1.],
             [-1.,  0.],
             [ 0., -1.]])
     """
     if name not in STARTS:
-        raise InputError(f"start: the names are {', '.join(STARTS)}, not {name!r}.")
-    whole("start", "N", n, 1)
-    whole("start", "d", d, 1)
+        raise InputError(f"initial_cloud: the names are {', '.join(STARTS)}, not {name!r}.")
+    whole("initial_cloud", "N", n, 1)
+    whole("initial_cloud", "d", d, 1)
     if dtype is not None and not dtype.is_floating_point:
-        raise InputError(f"start: dtype must be one of floating-point numbers, not {dtype}.")
-    generator = generator_of("start", seed)
+        raise InputError(f"initial_cloud: dtype must be floating-point, not {dtype}.")
+    checked_generator("initial_cloud", generator)
     return STARTS[name](n, d, generator).to(dtype or torch.get_default_dtype())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import broadcast, finite, numbers, real, require, whole
+from cumulant.core.checks import broadcast, finite, numbers, real, semi_definite, whole
 from cumulant.core.errors import InputError
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.simulate import ascending
@@ -26,7 +26,7 @@ class GaussianPath:
     """A Gaussian at several times.
 
     Attributes:
-        times: ``(T,)``; those after the last blow-up are left out.
+        times: ``(T,)``; those after the last blow-up are dropped.
         mean: ``(T, *batch, d)``; inf in a member of the batch that has blown up.
         covariance: ``(T, *batch, d, d)``, likewise.
         blow_up_time: ``(*batch,)``, when the covariance becomes infinite, or leaves the range of
@@ -73,10 +73,11 @@ class _Law:
 
 
 def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: Any) -> _Law:
+    """Everything in double precision and expanded to one batch."""
     given = {"mean": mean, "covariance": covariance, "scores": scores, "values": values}
     got, weak = numbers(owner, **{n: x for n, x in given.items() if x is not None})
     kind = torch.get_default_dtype() if weak else got["mean"].dtype
-    got = {n: finite(owner, n, x).double() for n, x in got.items()}
+    got = {n: finite(owner, n, x) for n, x in got.items()}
     m, spread = got["mean"], got["covariance"]
     d = m.shape[-1] if m.ndim else 0
     if d == 0 or spread.ndim < 2 or spread.shape[-2:] != (d, d):
@@ -84,31 +85,9 @@ def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: An
             f"{owner}: mean (*batch, d) and covariance (*batch, d, d) must agree, d at least 1, "
             f"but are {tuple(m.shape)} and {tuple(spread.shape)}."
         )
-    slack = 1e-6 * spread.abs().amax((-2, -1), keepdim=True)
-    require(
-        (spread - spread.mT).abs() <= slack,
-        lambda: f"{owner}: covariance must be symmetric; use (S + S.mT) / 2 if that is rounding.",
-    )
-    spread = (spread + spread.mT) / 2
-    low = torch.linalg.eigvalsh(spread)[..., 0]
-    require(
-        low >= -slack[..., 0, 0],
-        lambda: (
-            f"{owner}: covariance must not have negative eigenvalues, but the smallest is "
-            f"{float(low.min()):.3g}."
-        ),
-    )
-    one = torch.eye(d, dtype=torch.float64, device=m.device)
-    maps: list[Tensor] = []
-    for name in ("scores", "values"):
-        x = got.get(name, one)
-        x = x * one if x.ndim == 0 else x
-        if x.ndim < 2 or x.shape[-2:] != (d, d):
-            raise InputError(
-                f"{owner}: {name} must be a number or a matrix ({d}, {d}) like the covariance, but "
-                f"has shape {tuple(x.shape)}."
-            )
-        maps.append(x)
+    semi_definite(owner, "covariance", spread)  # by the rounding of the precision it came in
+    m, spread = m.double(), (spread.double() + spread.double().mT) / 2
+    maps = [_matrix(owner, name, got.get(name), m) for name in ("scores", "values")]
     batch = broadcast(
         owner,
         mean=m.shape[:-1],
@@ -116,8 +95,22 @@ def _check(owner: str, mean: Tensor, covariance: Tensor, scores: Any, values: An
         scores=maps[0].shape[:-2],
         values=maps[1].shape[:-2],
     )
-    square = [x.expand(*batch, d, d) for x in (spread, *maps)]
-    return _Law(m.expand(*batch, d), square[0], square[1], square[2], kind)
+    S, A, V = (x.expand(*batch, d, d) for x in (spread, *maps))
+    return _Law(m.expand(*batch, d), S, A, V, kind)
+
+
+def _matrix(owner: str, name: str, given: Tensor | None, mean: Tensor) -> Tensor:
+    """A matrix ``(..., d, d)``: the given one, a multiple of the identity, or the identity."""
+    d = mean.shape[-1]
+    one = torch.eye(d, dtype=mean.dtype, device=mean.device)
+    x = one if given is None else given.to(mean.dtype)
+    x = x * one if x.ndim == 0 else x
+    if x.ndim < 2 or x.shape[-2:] != (d, d):
+        raise InputError(
+            f"{owner}: {name} must be a number or a matrix ({d}, {d}) like the covariance, but "
+            f"has shape {tuple(x.shape)}."
+        )
+    return x
 
 
 def _path(law: _Law, moments: list[tuple[float, Tensor, Tensor]], blow_up: Tensor) -> GaussianPath:
@@ -157,8 +150,8 @@ def gaussian_map(
         steps: how often.
         step_size: tau.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
-            beta. The identity if left out.
-        values: V, likewise.
+            beta. The identity by default.
+        values: V, in the same way.
 
     Returns:
         A `GaussianPath` with steps + 1 times ``k * step_size``. It grows doubly exponentially and
@@ -212,8 +205,8 @@ def gaussian_flow(
             singular.
         times: when it is wanted, increasing from 0 or later.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
-            beta. The identity if left out.
-        values: V, likewise.
+            beta. The identity by default.
+        values: V, in the same way.
 
     Returns:
         A `GaussianPath`; its times end before the blow-up.
@@ -227,7 +220,7 @@ def gaussian_flow(
     given = (law.mean, law.covariance, law.A, law.V)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise InputError(
-            "gaussian_flow: there is no derivative here, but an input requires one. Use "
+            "gaussian_flow has no derivative, but an input requires one. Use "
             "gaussian_map with a small step_size, which has, or pass detached tensors."
         )
     wanted = ascending("gaussian_flow", times)

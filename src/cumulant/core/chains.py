@@ -1,0 +1,67 @@
+"""The stationary law of a Markov chain: one algorithm for every room."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cumulant.core.autodiff import on_tape
+from cumulant.core.checks import holds
+
+__all__ = ["StationaryLaw", "stationary_law"]
+
+
+class StationaryLaw(NamedTuple):
+    """A law pi with pi T = pi, ``(*batch, n)``, and whether it is the only one, ``(*batch,)``."""
+
+    law: Tensor
+    unique: Tensor
+
+
+def stationary_law(transition: Tensor) -> StationaryLaw:
+    """pi = pi T for transition matrices ``(*batch, n, n)`` whose rows sum to one.
+
+    pi is the average over t of u T^t, u uniform; where several laws are stationary, that is the one
+    which a uniform start leads to. (T + I) / 2 has the same limit and no periods, and squaring it
+    takes 2^64 steps, in which everything transient vanishes. Nothing is subtracted, so small
+    entries are as accurate as large ones, even where the chain nearly falls apart.
+
+    Derivatives of any order come from the equation pi (I - T + 1 1') = 1' where pi is unique.
+
+    >>> import torch
+    >>> from cumulant.core.chains import stationary_law
+    >>> stationary_law(torch.tensor([[0.9, 0.1], [0.3, 0.7]])).law
+    tensor([0.7500, 0.2500])
+    """
+    limit = _limit(transition.detach())
+    law = limit.mean(-2)
+    far = (limit - law[..., None, :]).abs().amax((-2, -1))
+    unique = far <= 1e-6
+    if on_tape(transition):
+        law = law + _derivatives(transition, law)
+    return StationaryLaw(law, unique)
+
+
+def _limit(T: Tensor) -> Tensor:
+    """T^t for large t, averaged over its periods: row i is where state i leads."""
+    n = T.shape[-1]
+    power = (T + torch.eye(n, dtype=T.dtype, device=T.device)) / 2
+    for _ in range(64):
+        last, power = power, power @ power
+        power = power / power.sum(-1, keepdim=True)
+        if holds((power - last).abs() <= 16 * n * torch.finfo(T.dtype).eps * last):
+            break
+    return power
+
+
+def _derivatives(T: Tensor, law: Tensor) -> Tensor:
+    """Zero in value, with the derivatives of pi = 1' (I - T + 1 1')^(-1)."""
+    n = T.shape[-1]
+    system = torch.eye(n, dtype=T.dtype, device=T.device) - T + 1
+    # By the inverse: torch's solve has wrong second derivatives over forward mode.
+    found = torch.linalg.inv_ex(system)
+    good = (found.info == 0)[..., None]  # singular where pi is not unique
+    step = ((1 - law[..., None, :] @ system) @ found.inverse)[..., 0, :]
+    return torch.where(good, step - step.detach(), 0.0)

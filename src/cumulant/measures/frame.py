@@ -1,0 +1,65 @@
+"""Coordinates in which the support of a measure is round, for Newton's method on its link."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Frame", "no_frame", "whitening"]
+
+
+class Frame(NamedTuple):
+    """Coordinates z with eta = W z in which the support, weights aside, has covariance one.
+
+    `idle` directions do not move: the support is flat there, and W is zero on them. `span` projects
+    on the directions of the support, which makes eta as short as it can be.
+    """
+
+    whiten: Tensor  # (*batch, d, d): W
+    idle: Tensor  # (*batch, d)
+    span: Tensor  # (*batch, d, d)
+    narrow: Tensor  # (*batch, 1): the smallest eigenvalue of the correlations that is not idle
+
+    @property
+    def tails(self) -> tuple[int, ...]:
+        """How many dimensions of each tensor are not batch."""
+        return 2, 1, 2, 1
+
+
+def whitening(
+    center: Tensor, covariance: Tensor, mean: Tensor, resolution: float
+) -> tuple[Frame, Tensor]:
+    """The frame of a measure, and which means lie off its affine span.
+
+    Coordinates may be in different units, so rank is judged by correlations. `resolution` is the
+    rounding of the numbers the caller gave.
+    """
+    d, rounding = covariance.shape[-1], torch.finfo(covariance.dtype).eps
+    unit = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
+    # A coordinate whose spread is rounding of its own size does not vary.
+    unit = torch.where(unit <= 4 * rounding * center[..., 0, :].abs(), 0.0, unit)
+    inverse = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1.0), 0.0)
+    correlation = covariance * inverse[..., :, None] * inverse[..., None, :]
+    values, axes = torch.linalg.eigh(correlation)
+    idle = values <= d * max(100 * rounding, (16 * resolution) ** 2)
+    length = torch.where(idle, 1.0, values).sqrt()
+    whiten = inverse[..., :, None] * axes * torch.where(idle, 0.0, 1 / length)[..., None, :]
+    # What the support's directions cannot see: the null space of the covariance.
+    blind = torch.where(unit > 0, inverse, 1.0)[..., :, None] * axes * idle[..., None, :]
+    blind = blind / torch.linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
+    eye = torch.eye(d, dtype=covariance.dtype, device=covariance.device)
+    span = eye - blind @ torch.linalg.pinv(blind, rtol=1e-10)
+    away = mean - center
+    off = torch.linalg.vector_norm(away - away @ span, dim=-1)
+    size = unit.amax(-1)[..., None] + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
+    narrow = torch.where(idle, torch.inf, values).amin(-1, keepdim=True)
+    frame = Frame(whiten, idle, span, narrow)
+    return frame, off > max(1e4 * rounding, 100 * resolution) * size
+
+
+def no_frame(like: Tensor) -> Frame:
+    """The identity, for eta of d statistics."""
+    eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return Frame(eye, eye[0] > 1, eye, eye[0, :1])
