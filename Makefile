@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: report check test test-all lint types fuzz sanitize site environment browser clean
+.PHONY: report check test lint types fuzz sanitize site environment browser clean
 
 report: $(VENV)/installed
 	$(BIN)/cumulant report -o cumulant-report
@@ -16,10 +16,6 @@ check: lint
 
 # What CI runs: everything the README promises.
 test: lint types browser
-	$(PYTEST) -m "not full"
-
-# And the whole of every grid.
-test-all: lint types browser
 	$(PYTEST)
 
 environment: $(VENV)/ready
