@@ -8,7 +8,8 @@ D = cm.dynamics
 
 betas = [1.0, 4.0, 16.0, 64.0]
 times = [0.0, 1.0, 3.0, 10.0, 30.0]
-x = D.initial_cloud("sphere", 64, 3, dtype=torch.float64)
+seeded = torch.Generator().manual_seed(0)
+x = D.initial_cloud("sphere", 64, 3, dtype=torch.float64, generator=seeded)
 clouds = x.expand(len(betas), *x.shape)  # the same start at four temperatures, in one batch
 beta = torch.tensor(betas, dtype=torch.float64)[:, None, None]
 run = D.flow(clouds, times, beta=beta, contraction=D.Sphere(), rtol=1e-6)
