@@ -14,7 +14,7 @@ import weakref
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,7 +209,12 @@ class TestStreams:
         asked=st.lists(st.tuples(st.sampled_from(FIELDS), st.booleans()), max_size=8),
         many=st.booleans(),
     )
-    @settings(max_examples=40, deadline=None)
+    # One executor for each engine.
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
     def test_a_chain_with_fields_asked_in_between_is_exact(self, sizes, asked, many):
         q, k, v = inputs(n=1 + sum(sizes))
         cuts = list(itertools.accumulate([1, *sizes]))

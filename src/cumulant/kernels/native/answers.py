@@ -117,7 +117,9 @@ def _ask(
 
 
 def _batch(arguments: Named, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()), *shapes))
+    """The batch that shapes of equal rank broadcast to; torch's own function takes 40 us."""
+    every = (*(x.shape[:-2] for x in arguments.values()), *shapes)
+    return tuple(0 if 0 in sizes else max(sizes) for sizes in zip(*every, strict=True))
 
 
 _ROWS = ("entropy", "score_mean", "score_variance", "score_max", "top")

@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cumulant.attention import attend, scaled_dot_product_attention
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.derivatives import differentiable
+from cumulant.kernels.attention import Options
+from cumulant.kernels.rows import summarize
 from cumulant.lab.bench.timing import Row, interleave, row
 
 __all__ = ["SHAPES", "run"]
@@ -28,6 +30,8 @@ _AGAINST_MATH: Shape = (1, 8, 4096, 64)
 
 _FORWARD = "SDPA forward"
 _BOTH = "SDPA forward+backward"
+_CAUSAL = "SDPA causal forward"
+_SUMS = "attention + G + entropy + score mean and variance, forward"
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,13 +46,15 @@ def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _aims(n: int) -> list[tuple[str, str, float]]:
     """(quantity, baseline, ratio hoped for) at length n."""
     return [
-        ("attention forward", _FORWARD, 1.10),
-        ("attention forward+backward", _BOTH, 1.10),
-        ("attention + G + entropy, forward", _FORWARD, 1.5),
-        ("G with gradient in q, k", _BOTH, 1.3),
-        ("JVP, query tangent", _FORWARD, 3.6 if n >= 16384 else 3.3),
-        ("JVP, all tangents", _FORWARD, 5.0 if n >= 16384 else 4.3),
-        ("double backward alone", _FORWARD, 11.0 if n >= 4096 else 8.5),
+        ("attention forward", _FORWARD, 0.88),
+        ("attention forward+backward", _BOTH, 0.78),
+        (_SUMS, _FORWARD, 0.95 if n >= 16384 else 0.88),
+        ("causal attention + G + entropy, forward", _CAUSAL, 0.65),
+        ("G with gradient in q, k", _BOTH, 0.78),
+        ("JVP, query tangent", _FORWARD, 2.0),
+        ("JVP, all tangents", _FORWARD, 2.6),
+        ("double backward alone", _FORWARD, 5.2),
+        ("row statistics: G, entropy, k90, top key", _FORWARD, 1.7),
     ]
 
 
@@ -61,9 +67,17 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
     def both(function: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(*leaves), leaves, g)
 
-    def statistics() -> object:
+    def sums() -> object:
         a = attend(q, k, v)
+        return a.entropy, a.mean, a.log_normalizer, a.score_mean, a.score_variance
+
+    def causal() -> object:
+        a = attend(q, k, v, is_causal=True)
         return a.entropy, a.mean, a.log_normalizer
+
+    def statistics() -> object:
+        scale = Options(shape[-1] ** -0.5)
+        return summarize({"query": q, "key": k}, scale, spectrum=False)
 
     def normalizer() -> object:
         return torch.autograd.grad(attend(*leaves[:2]).log_normalizer, leaves[:2], ones)
@@ -74,13 +88,16 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
         "attention forward": lambda: _ours(q, k, v),
         _BOTH: both(F.scaled_dot_product_attention),
         "attention forward+backward": both(_ours),
-        "attention + G + entropy, forward": statistics,
+        _SUMS: sums,
+        _CAUSAL: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "causal attention + G + entropy, forward": causal,
         "G with gradient in q, k": normalizer,
         "JVP, query tangent": lambda: torch.func.jvp(partial(_ours, k=k, v=v), (q,), (dq,)),
         "JVP, all tangents": lambda: torch.func.jvp(_ours, (q, k, v), (dq, dk, dv)),
         "double backward alone": lambda: torch.autograd.grad(
             first, [*leaves, seed], (dq, dk, dv), retain_graph=True
         ),
+        "row statistics: G, entropy, k90, top key": statistics,
     }
 
 

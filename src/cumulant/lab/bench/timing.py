@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from cumulant.kernels.engines import engines
+
 __all__ = ["Row", "interleave", "machine", "markdown"]
 
 
@@ -87,9 +89,11 @@ def machine() -> str:
     except (OSError, StopIteration):
         pass
     threads = torch.get_num_threads()
+    capability, native = torch.backends.cpu.get_cpu_capability(), engines()["native"]
+    built = f"engine {native.instruction_set}" if native.available else "no compiled engine"
     return (
         f"{model}, {threads} thread{'s' * (threads != 1)}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__} ({capability}), {built}"
     )
 
 
