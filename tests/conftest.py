@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -88,6 +89,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "SIDE", 3)
     monkeypatch.setattr(tiles, "iterate", iterate)
 
+
+# A test of a class runs once for each engine, each time on a new instance that shares nothing.
+hypothesis.settings.register_profile(
+    "engines", suppress_health_check=[hypothesis.HealthCheck.differing_executors]
+)
+hypothesis.settings.load_profile("engines")
 
 # The tests of these folders run on every engine that can run on this machine.
 ON_EVERY_ENGINE = {"kernels", "attention", "laws"}

@@ -298,7 +298,6 @@ def test_packed_sequences(kind):
 @pytest.mark.parametrize("sunk", [True, False])
 def test_transformers_own_eager_attention(sunk):
     """gpt-oss (sinks) and Gemma 2 (softcap), as transformers writes them out."""
-    pytest.importorskip("transformers")
     q, k, v = (x.float() for x in qkv(heads=4))
     mask = torch.zeros(M, N).masked_fill(~band_mask(M, N, upper=0), torch.finfo(torch.float32).min)
     sinks = normal(4).float()

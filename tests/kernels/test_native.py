@@ -19,6 +19,13 @@ from cumulant.kernels.engines import Status, compiled, engines
 from cumulant.kernels.native import answers
 from oracle import assert_close, dense
 
+
+def test_the_engine_is_there_where_it_must_be():
+    """In CI a compiler is promised: a build that failed must not hide behind skipped tests."""
+    if os.environ.get("CI"):
+        assert engines()["native"].available, engines()["native"].why
+
+
 needs_native = pytest.mark.skipif(
     not engines()["native"].available, reason="no compiled engine here"
 )
