@@ -19,27 +19,32 @@ static Parallel torch_pool = nullptr;
 class Arena {
   struct Chunk { char* base; size_t size; };
   std::vector<Chunk> chunks;
-  size_t at = 0, used = 0, total = 0;
+  size_t at = 0, used = 0, total = 0, last = 0;
+  void add(size_t size) {
+    void* base = aligned_alloc(64, size);
+    if (!base) throw std::bad_alloc();
+    chunks.push_back({(char*)base, size});
+    total += size;
+  }
 
  public:
   ~Arena() { release(); }
   void release() {
     for (Chunk& c : chunks) free(c.base);
     chunks.clear();
-    at = used = total = 0;
+    at = used = total = last = 0;
   }
-  void reset() { at = used = 0; }
+  // Tasks that need ever more would leave ever more behind: then one chunk, half as large again.
+  void reset() {
+    const size_t size = (total + total / 2) / 64 * 64;
+    if (last && total > last) release(), add(size);
+    at = used = 0, last = total;
+  }
   void settle() { if (total > (size_t(8) << 20)) release(); }
   template <class T> T* take(int64_t count) {
     size_t bytes = (size_t(count) * sizeof(T) + 127) / 64 * 64;
     while (at < chunks.size() && used + bytes > chunks[at].size) at++, used = 0;
-    if (at == chunks.size()) {
-      size_t size = bytes > (size_t(1) << 18) ? bytes : size_t(1) << 18;
-      void* base = aligned_alloc(64, size);
-      if (!base) throw std::bad_alloc();
-      chunks.push_back({(char*)base, size});
-      total += size;
-    }
+    if (at == chunks.size()) add(bytes > (size_t(1) << 18) ? bytes : size_t(1) << 18);
     T* out = (T*)(chunks[at].base + used);
     used += bytes;
     return out;
