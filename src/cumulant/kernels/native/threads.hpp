@@ -40,6 +40,7 @@ class Arena {
     if (last && total > last) release(), add(size);
     at = used = 0, last = total;
   }
+  void begin() { at = used = last = 0; }
   void settle() { if (total > (size_t(8) << 20)) release(); }
   template <class T> T* take(int64_t count) {
     size_t bytes = (size_t(count) * sizeof(T) + 127) / 64 * 64;
@@ -76,6 +77,7 @@ template <class F> static bool run_tasks(int64_t count, int64_t threads, std::at
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8000);  // products too small for a normal number are zero, not slow
 #endif
+    arena.begin();
     try {
       for (int64_t task; (task = c.next++) < c.count && !*c.failed;) arena.reset(), (*c.f)(task, arena);
     } catch (const std::bad_alloc&) { *c.failed = true; }
