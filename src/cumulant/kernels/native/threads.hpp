@@ -20,6 +20,7 @@ class Arena {
   struct Chunk { char* base; size_t size; };
   std::vector<Chunk> chunks;
   size_t at = 0, used = 0, total = 0, last = 0;
+  int tasks = 0;
   void add(size_t size) {
     void* base = aligned_alloc(64, size);
     if (!base) throw std::bad_alloc();
@@ -32,15 +33,15 @@ class Arena {
   void release() {
     for (Chunk& c : chunks) free(c.base);
     chunks.clear();
-    at = used = total = last = 0;
+    at = used = total = 0;
   }
   // Tasks that need ever more would leave ever more behind: then one chunk, half as large again.
   void reset() {
     const size_t size = (total + total / 2) / 64 * 64;
-    if (last && total > last) release(), add(size);
+    if (tasks++ > 1 && total > last) release(), add(size);
     at = used = 0, last = total;
   }
-  void begin() { at = used = last = 0; }
+  void begin() { tasks = 0; }
   void settle() { if (total > (size_t(8) << 20)) release(); }
   template <class T> T* take(int64_t count) {
     size_t bytes = (size_t(count) * sizeof(T) + 127) / 64 * 64;
