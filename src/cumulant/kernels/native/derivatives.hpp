@@ -96,7 +96,7 @@ template <class T, class F> static void over_units(const Problem& z, int most, i
   Units<T> units(z, most, passes);
   run_tasks(units.tasks(), z.threads, z.failed, [&](int64_t task, Arena& arena) {
     const int64_t unit = task / units.per_unit(), turn = task % units.per_unit();
-    Block<T> b(z, arena, units.member(unit, turn / units.blocks), turn % units.blocks * most, most);
+    Block<T> b(z, arena, units.member(unit, turn / units.blocks), (units.blocks - 1 - turn % units.blocks) * most, most);
     Adder<T> adder{units, b, unit, turn};
     f(b, adder);
   });

@@ -19,7 +19,14 @@ static Parallel torch_pool = nullptr;
 class Arena {
   struct Chunk { char* base; size_t size; };
   std::vector<Chunk> chunks;
-  size_t at = 0, used = 0, total = 0;
+  size_t at = 0, used = 0, total = 0, last = 0;
+  int tasks = 0;
+  void add(size_t size) {
+    void* base = aligned_alloc(64, size);
+    if (!base) throw std::bad_alloc();
+    chunks.push_back({(char*)base, size});
+    total += size;
+  }
 
  public:
   ~Arena() { release(); }
@@ -28,18 +35,18 @@ class Arena {
     chunks.clear();
     at = used = total = 0;
   }
-  void reset() { at = used = 0; }
+  // Tasks that need ever more would leave ever more behind: then one chunk, half as large again.
+  void reset() {
+    const size_t size = (total + total / 2) / 64 * 64;
+    if (tasks++ > 1 && total > last) release(), add(size);
+    at = used = 0, last = total;
+  }
+  void begin() { tasks = 0; }
   void settle() { if (total > (size_t(8) << 20)) release(); }
   template <class T> T* take(int64_t count) {
     size_t bytes = (size_t(count) * sizeof(T) + 127) / 64 * 64;
     while (at < chunks.size() && used + bytes > chunks[at].size) at++, used = 0;
-    if (at == chunks.size()) {
-      size_t size = bytes > (size_t(1) << 18) ? bytes : size_t(1) << 18;
-      void* base = aligned_alloc(64, size);
-      if (!base) throw std::bad_alloc();
-      chunks.push_back({(char*)base, size});
-      total += size;
-    }
+    if (at == chunks.size()) add(bytes > (size_t(1) << 18) ? bytes : size_t(1) << 18);
     T* out = (T*)(chunks[at].base + used);
     used += bytes;
     return out;
@@ -71,6 +78,7 @@ template <class F> static bool run_tasks(int64_t count, int64_t threads, std::at
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8000);  // products too small for a normal number are zero, not slow
 #endif
+    arena.begin();
     try {
       for (int64_t task; (task = c.next++) < c.count && !*c.failed;) arena.reset(), (*c.f)(task, arena);
     } catch (const std::bad_alloc&) { *c.failed = true; }
