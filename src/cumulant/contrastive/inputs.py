@@ -40,6 +40,27 @@ def vectors(
     given = {"query": query, "key": key}
     if queue is not None:
         given["queue"] = queue
+    _check_kinds(given)
+    _check_shapes(query, key, queue, empty=empty)
+    kind = query.dtype
+    for x in given.values():
+        kind = torch.promote_types(kind, x.dtype)
+    wide = widened(kind)
+    out: list[Tensor] = []
+    for name, x in given.items():
+        y = finite("info_nce", name, numbers("info_nce", **{name: x.to(wide)})[0][name])
+        scale = inverse_temperature(temperature, y) if name == "query" else 1.0
+        if similarity == "cosine":
+            y, norm = _norm(y)
+            require(norm > 0, lambda name=name: _zero(name))
+            scale = scale / norm
+        out.append(y if isinstance(scale, float) and scale == 1.0 else y * scale)
+    return out[0], out[1], out[2] if queue is not None else None, kind
+
+
+def _check_kinds(given: dict[str, Any]) -> None:
+    """Dense real tensors on one device, with one number of features."""
+    query = given["query"]
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype not in _KINDS or x.layout != torch.strided:
             what = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
@@ -53,9 +74,9 @@ def vectors(
             )
         if x.device != query.device:
             raise InputError("info_nce: query, key and queue must be on one device.")
-    kind = query.dtype
-    for x in given.values():
-        kind = torch.promote_types(kind, x.dtype)
+
+
+def _check_shapes(query: Tensor, key: Tensor, queue: Tensor | None, *, empty: bool) -> None:
     if (0 in query.shape or 0 in key.shape) and not empty:
         raise InputError(
             f"info_nce: there must be anchors and keys; got query={tuple(query.shape)}, "
@@ -68,17 +89,6 @@ def vectors(
         )
     if queue is not None and queue.ndim != 2:
         raise InputError(f"info_nce: queue must have shape (Q, d), not {tuple(queue.shape)}.")
-    wide = widened(kind)
-    out: list[Tensor] = []
-    for name, x in given.items():
-        y = finite("info_nce", name, numbers("info_nce", **{name: x.to(wide)})[0][name])
-        scale = inverse_temperature(temperature, y) if name == "query" else 1.0
-        if similarity == "cosine":
-            y, norm = _norm(y)
-            require(norm > 0, lambda name=name: _zero(name))
-            scale = scale / norm
-        out.append(y if isinstance(scale, float) and scale == 1.0 else y * scale)
-    return out[0], out[1], out[2] if queue is not None else None, kind
 
 
 def _norm(y: Tensor) -> tuple[Tensor, Tensor]:

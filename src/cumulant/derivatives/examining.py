@@ -109,9 +109,6 @@ def _fault(call: Call, failing: set[str], options: Options) -> Fault | None:
     missing = tuple(r.word for r in rows if r.status == "not supported" and r.word in failing)
     if not wrong and not missing:
         return None
-    errors = [abs((r.value or 0.0) - (r.expected or 0.0)) for r in wrong]
-    sizes = [max(abs(r.value or 0.0), abs(r.expected or 0.0)) for r in wrong]
-    error = max((e / s for e, s in zip(errors, sizes, strict=True)), default=0.0)
     known = known_fault(call.name, custom=call.custom)
     if call.custom and any("FF" not in r.word for r in wrong):
         known = None  # the author's own mistake
@@ -120,11 +117,16 @@ def _fault(call: Call, failing: set[str], options: Options) -> Fault | None:
         operator=call.name,
         wrong=tuple(r.word for r in wrong),
         not_supported=missing,
-        error=error,
+        error=max((_relative_error(r) for r in wrong), default=0.0),
         places=(call.place,),
         issue=known.issue if known else None,
         remedy=remedy,
     )
+
+
+def _relative_error(row: Row) -> float:
+    value, expected = row.value or 0.0, row.expected or 0.0
+    return abs(value - expected) / max(abs(value), abs(expected))
 
 
 def _written(recording: Recording, rows: tuple[Row, ...]) -> list[Cut]:

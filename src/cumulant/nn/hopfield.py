@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
-from cumulant.core.checks import real, whole
+from cumulant.core.checks import broadcasts_to, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
 from cumulant.core.precision import wide, widened
@@ -175,73 +175,59 @@ class Hopfield(nn.Module):
     ) -> None:
         super().__init__()
         me = type(self).__name__
-        sizes = [whole(me, "state_size", state_size, 1)]
-        for name, given, other in (
-            ("stored_size", stored_size, 0),
-            ("value_size", value_size, 1),
-        ):
-            sizes.append(sizes[other] if given is None else whole(me, name, given, 1))
-        self.state_size, self.stored_size, self.value_size = sizes
+        self.state_size = whole(me, "state_size", state_size, 1)
+        self.stored_size = _size(me, "stored_size", stored_size, self.state_size)
+        self.value_size = _size(me, "value_size", value_size, self.stored_size)
         self.heads = whole(me, "heads", heads, 1)
         self.head_size = _head_size(me, self, head_size, project_state, project_stored)
-        plain = self.head_size if project_value else self.value_size
-        self.read_size = plain if read_size is None else whole(me, "read_size", read_size, 1)
-        if not project_value and self.read_size != self.value_size:
-            raise InputError(
-                f"{me}: without a projection of the values, read_size is value_size, "
-                f"{self.value_size}, not {read_size}."
-            )
+        width = self.heads * self.head_size
+        unread = self.head_size if project_value else self.value_size
+        self.read_size = _size(me, "read_size", read_size, unread)
         joined = self.heads * self.read_size
-        given = state_size if output_size is None else whole(me, "output_size", output_size, 1)
-        self.output_size = given if project_output else joined
-        if not project_output and output_size not in (None, joined):
-            raise InputError(
-                f"{me}: without a projection of the output, output_size is heads * read_size, "
-                f"{joined}, not {output_size}."
-            )
+        self.output_size = _size(
+            me, "output_size", output_size, self.state_size if project_output else joined
+        )
         self.steps, self.tol = plan(me, steps, tol)
         if self.steps == 0:
             raise InputError(f"{me}: steps must be at least 1; the last of them reads the values.")
         self.dropout = real(me, "dropout", dropout, least=0.0, most=1.0)
+        self.value_through_stored, self.zero_pattern = value_through_stored, zero_pattern
 
-        self.norm_state = nn.LayerNorm(self.state_size) if norm_state else None
-        self.norm_stored = nn.LayerNorm(self.stored_size) if norm_stored else None
-        self.norm_value = nn.LayerNorm(self.value_size) if norm_value else None
-        self.norm_space = nn.LayerNorm(self.head_size) if norm_space else None
+        def norm(wanted: bool, size: int) -> nn.LayerNorm | None:
+            return nn.LayerNorm(size) if wanted else None
 
         def linear(wanted: bool, inputs: int, outputs: int) -> nn.Linear | None:
             return nn.Linear(inputs, outputs, bias=bias) if wanted else None
 
-        width = self.heads * self.head_size
+        self.norm_state = norm(norm_state, self.state_size)
+        self.norm_stored = norm(norm_stored, self.stored_size)
+        self.norm_value = norm(norm_value, self.value_size)
+        self.norm_space = norm(norm_space, self.head_size)
+        source = width if value_through_stored else self.value_size
         self.project_state = linear(project_state, self.state_size, width)
         self.project_stored = linear(project_stored, self.stored_size, width)
-        if value_through_stored and (self.project_stored is None or not project_value):
-            raise InputError(f"{me}: value_through_stored needs project_stored and project_value.")
-        if value_through_stored and self.value_size != self.stored_size:
-            raise InputError(
-                f"{me}: value_through_stored needs values like stored patterns, but value_size is "
-                f"{self.value_size} and stored_size {self.stored_size}."
-            )
-        self.value_through_stored = value_through_stored
-        source = width if value_through_stored else self.value_size
         self.project_value = linear(project_value, source, joined)
         self.project_output = linear(project_output, joined, self.output_size)
+        _check_unprojected(me, self)
         self.bias_stored = self.bias_value = None
         if bias_pattern:
             self.bias_stored = nn.Parameter(torch.empty(self.heads, 1, self.head_size))
             self.bias_value = nn.Parameter(torch.empty(self.heads, 1, self.read_size))
-        self.zero_pattern = zero_pattern
-        start = _per_head(me, 1 / math.sqrt(self.head_size) if beta is None else beta, self.heads)
-        if learn_beta and not bool((start > 0).all()):
+        self._set_beta(1 / math.sqrt(self.head_size) if beta is None else beta, learn_beta)
+        self.reset_parameters()
+
+    def _set_beta(self, beta: Any, learn: bool) -> None:
+        me = type(self).__name__
+        start = _per_head(me, beta, self.heads)
+        if learn and not bool((start > 0).all()):
             raise InputError(
                 f"{me}: a learned beta must start above 0, because its logarithm is what is "
                 "learned: start with a small one, or leave learn_beta out."
             )
         self.fixed_beta: Tensor | None
         self.log_beta: nn.Parameter | None
-        self.register_buffer("fixed_beta", None if learn_beta else start)
-        self.register_parameter("log_beta", nn.Parameter(start.log()) if learn_beta else None)
-        self.reset_parameters()
+        self.register_buffer("fixed_beta", None if learn else start)
+        self.register_parameter("log_beta", nn.Parameter(start.log()) if learn else None)
 
     def reset_parameters(self) -> None:
         """Draw weights as `torch.nn.MultiheadAttention` does: Xavier uniform, biases zero."""
@@ -330,23 +316,8 @@ class Hopfield(nn.Module):
     ) -> _Space:
         stored = state if stored is None else stored
         value = stored if value is None else value
-        for name, x, size in (
-            ("state", state, self.state_size),
-            ("stored", stored, self.stored_size),
-            ("value", value, self.value_size),
-        ):
-            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != size:  # pyright: ignore[reportUnnecessaryIsInstance]
-                came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise InputError(
-                    f"{type(self).__name__}: {name} must have shape (batch, length, {size}), not "
-                    f"{came}. One example goes in as x[None]."
-                )
-        if stored.shape[:-1] != value.shape[:-1] or state.shape[0] != stored.shape[0]:
-            raise InputError(
-                f"{type(self).__name__}: stored and value must have one batch and length, and "
-                f"state the same batch, but have {tuple(stored.shape)}, {tuple(value.shape)} and "
-                f"{tuple(state.shape)}."
-            )
+        self._check(state, stored, value)
+        mask = self._checked_mask(mask, (len(state), self.heads, state.shape[1], stored.shape[1]))
         q = self._heads(state, self.norm_state, self.project_state, self.head_size)
         k = self._heads(stored, self.norm_stored, self.project_stored, self.head_size)
         if self.value_through_stored and self.project_stored is not None:
@@ -356,18 +327,7 @@ class Hopfield(nn.Module):
             v = self._heads(value, self.norm_value, self.project_value, self.read_size)
         if self.norm_space is not None:
             q, k = self.norm_space(q), self.norm_space(k)
-        mask = self._checked_mask(mask, (len(state), self.heads, state.shape[1], stored.shape[1]))
-        more = 0
-        if self.bias_stored is not None and self.bias_value is not None:
-            k, v = _append(k, self.bias_stored), _append(v, self.bias_value)
-            more += 1
-        if self.zero_pattern:
-            k, v = (_append(x, x.new_zeros(self.heads, 1, x.shape[-1])) for x in (k, v))
-            more += 1
-        if mask is not None and more:
-            mask = mask.expand(*mask.shape[:-1], stored.shape[1])
-            visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
-            mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
+        k, v, mask = self._with_own_patterns(k, v, mask)
         kind = q.dtype
         compute = widened(kind)
         q, k, v = (x.to(compute) for x in (q, k, v))
@@ -375,15 +335,49 @@ class Hopfield(nn.Module):
             mask = mask.to(compute)
         return _Space(q, k, v, self.beta.to(compute)[:, None, None], mask, kind)
 
+    def _check(self, state: Tensor, stored: Tensor, value: Tensor) -> None:
+        me = type(self).__name__
+        for name, x, size in (
+            ("state", state, self.state_size),
+            ("stored", stored, self.stored_size),
+            ("value", value, self.value_size),
+        ):
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != size:  # pyright: ignore[reportUnnecessaryIsInstance]
+                came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(
+                    f"{me}: {name} must have shape (batch, length, {size}), not {came}. "
+                    "One example goes in as x[None]."
+                )
+        if stored.shape[:-1] != value.shape[:-1] or state.shape[0] != stored.shape[0]:
+            raise InputError(
+                f"{me}: stored and value must have one batch and length, and state the same "
+                f"batch, but have {tuple(stored.shape)}, {tuple(value.shape)} and "
+                f"{tuple(state.shape)}."
+            )
+
+    def _with_own_patterns(
+        self, stored: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The learned pattern and the zero pattern, which every state sees."""
+        length = stored.shape[-2]
+        if self.bias_stored is not None and self.bias_value is not None:
+            stored, value = _append(stored, self.bias_stored), _append(value, self.bias_value)
+        if self.zero_pattern:
+            stored, value = (
+                _append(x, x.new_zeros(self.heads, 1, x.shape[-1])) for x in (stored, value)
+            )
+        more = stored.shape[-2] - length
+        if mask is not None and more:
+            mask = mask.expand(*mask.shape[:-1], length)
+            visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
+            mask = torch.cat([mask, visible(*mask.shape[:-1], more)], -1)
+        return stored, value, mask
+
     def _checked_mask(self, mask: Any, shape: tuple[int, ...]) -> Tensor | None:
         if mask is None:
             return None
-        try:
-            real = mask.dtype == torch.bool or mask.is_floating_point()
-            fits = real and torch.broadcast_shapes(mask.shape, shape) == torch.Size(shape)
-        except (AttributeError, RuntimeError):
-            fits = False
-        if not fits:
+        plain = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
+        if not plain or not broadcasts_to(mask.shape, shape):
             came = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
             raise InputError(
                 f"{type(self).__name__}: mask must be boolean (True = may associate) or floating "
@@ -404,6 +398,34 @@ class Hopfield(nn.Module):
 
 def _append(x: Tensor, row: Tensor) -> Tensor:
     return torch.cat([x, row.to(x.dtype).expand(x.shape[0], *row.shape)], -2)
+
+
+def _size(me: str, name: str, given: Any, default: int) -> int:
+    return default if given is None else whole(me, name, given, 1)
+
+
+def _check_unprojected(me: str, layer: Hopfield) -> None:
+    """Sizes that follow from the input where a projection is left out."""
+    if layer.project_value is None and layer.read_size != layer.value_size:
+        raise InputError(
+            f"{me}: without a projection of the values, read_size is value_size, "
+            f"{layer.value_size}, not {layer.read_size}."
+        )
+    joined = layer.heads * layer.read_size
+    if layer.project_output is None and layer.output_size != joined:
+        raise InputError(
+            f"{me}: without a projection of the output, output_size is heads * read_size, "
+            f"{joined}, not {layer.output_size}."
+        )
+    if not layer.value_through_stored:
+        return
+    if layer.project_stored is None or layer.project_value is None:
+        raise InputError(f"{me}: value_through_stored needs project_stored and project_value.")
+    if layer.value_size != layer.stored_size:
+        raise InputError(
+            f"{me}: value_through_stored needs values like stored patterns, but value_size is "
+            f"{layer.value_size} and stored_size {layer.stored_size}."
+        )
 
 
 def _head_size(me: str, layer: Hopfield, given: Any, state: bool, stored: bool) -> int:
