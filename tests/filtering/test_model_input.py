@@ -114,7 +114,7 @@ def test_other_mistakes():
         F.forecast(post, 0)
     with pytest.raises(cm.InputError, match="steps must be an integer"):
         F.sample(m, 2.5)
-    with pytest.raises(cm.InputError, match=r"generator must be a torch\.Generator, such as"):
+    with pytest.raises(cm.InputError, match=r"generator must be a torch\.Generator, not int"):
         F.sample(m, 2, generator=0)
     with pytest.raises(cm.InputError, match="sample: 'seed' is now 'generator'"):
         F.sample(m, 2, seed=0)

@@ -155,25 +155,9 @@ def _check(value: object, keywords: Keywords) -> None:
 
 def _facts(query: Tensor, shard: ShardedKeys, keywords: Keywords) -> Facts:
     """Check what can be checked without the others, and describe it."""
-    scale, mask, sink = keywords.get("scale"), keywords.get("attn_mask"), keywords.get("sink")
     values = shard.keys if shard.values is None else shard.values
-    few: Keywords = {**keywords, "attn_mask": None, "sink": None}
-    if isinstance(scale, Tensor) and scale.ndim > 1 and scale.shape[-2] == _rows(query):
-        few["scale"] = _empty(scale)
-    try:
-        call = prepare("attend", _empty(query), _empty(shard.keys), _empty(values), **few)
-        if sink is not None:
-            given = Given("attend", query, shard.keys, values, sink=sink)
-            sink_logits(given, (*Direct(call).shape[:-2], query.shape[-2]), call.dtype)
-    except InputError as error:
-        shapes = f"query={tuple(query.shape)}, " if isinstance(query, Tensor) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
-        found = str(error).partition(" Got ")[0]
-        raise InputError(f"{found} Got attend({shapes}keys={tuple(shard.keys.shape)}).") from None
-    if (now := shard.keys.shape[-2]) != (then := shard.rows[shard.ranks.rank]):
-        raise InputError(
-            f"attend: this rank had {then} keys when ShardedKeys was made and has {now} now; make "
-            "a new one, on all ranks, when their number changes."
-        )
+    _check_alone(query, shard, values, keywords)
+    scale, mask, sink = keywords.get("scale"), keywords.get("attn_mask"), keywords.get("sink")
     left, right = ("open" if x is None else x for x in keywords.get("window") or (None, None))
     given_tensors = (query, shard.keys, values, scale, mask, sink)
     tensors = [x for x in given_tensors if isinstance(x, Tensor)]
@@ -201,6 +185,28 @@ def _facts(query: Tensor, shard: ShardedKeys, keywords: Keywords) -> Facts:
         "mask": _mask_fact(mask),
         "rows": query.shape[-2],
     }
+
+
+def _check_alone(query: Tensor, shard: ShardedKeys, values: Tensor, keywords: Keywords) -> None:
+    """The call without its keys: whatever is wrong with it shows before anything is sent."""
+    scale, sink = keywords.get("scale"), keywords.get("sink")
+    few: Keywords = {**keywords, "attn_mask": None, "sink": None}
+    if isinstance(scale, Tensor) and scale.ndim > 1 and scale.shape[-2] == _rows(query):
+        few["scale"] = _empty(scale)
+    try:
+        call = prepare("attend", _empty(query), _empty(shard.keys), _empty(values), **few)
+        if sink is not None:
+            given = Given("attend", query, shard.keys, values, sink=sink)
+            sink_logits(given, (*Direct(call).shape[:-2], query.shape[-2]), call.dtype)
+    except InputError as error:
+        shapes = f"query={tuple(query.shape)}, " if isinstance(query, Tensor) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = str(error).partition(" Got ")[0]
+        raise InputError(f"{found} Got attend({shapes}keys={tuple(shard.keys.shape)}).") from None
+    if (now := shard.keys.shape[-2]) != (then := shard.rows[shard.ranks.rank]):
+        raise InputError(
+            f"attend: this rank had {then} keys when ShardedKeys was made and has {now} now; make "
+            "a new one, on all ranks, when their number changes."
+        )
 
 
 def _mask_fact(mask: Tensor | None) -> int:

@@ -194,14 +194,7 @@ def simulate(
     cumulant simulate points.csv -o run.npz                your own points
     cumulant simulate run.npz --steps 500                  go on from there, as it was made
     """
-    if contraction is not None and contraction not in CONTRACTIONS:
-        raise InputError(
-            f"--contraction must be one of {', '.join(CONTRACTIONS)}, not {contraction!r}."
-        )
-    if time is not None and not (time > 0 and math.isfinite(time)):
-        raise InputError(f"--time must be positive, not {time}.")
-    if steps < 1:
-        raise InputError(f"--steps must be at least 1, not {steps}.")
+    _check_options(contraction, time, steps)
     real("simulate", "--cluster-distance", cluster_distance, least=0.0)
     _writable("output", output, (".npz",))
     _writable("picture", picture, (".png", ".svg", ".pdf"))
@@ -216,32 +209,50 @@ def simulate(
     pace = real("simulate", "step_size", _chosen("step_size", step_size, x, 0.1))
     pull = _contraction(contraction, x)
     causal = bool(_chosen("is_causal", causal or None, x, False))
-    size = x.final.shape[-2] if isinstance(x, dynamics.Trajectory) else x.shape[-2]
-    with Shown(f"{size} points") as progress:
-        how: dict[str, Any] = {
-            "beta": beta,
-            "contraction": pull,
-            "is_causal": causal,
-            "checkpoint": output,
-            "progress": progress,
-        }
-        try:
-            if time is None:
-                run = dynamics.simulate(x, steps, step_size=pace, **how)
-            else:
-                run = dynamics.flow(
-                    x, torch.linspace(0, time, steps + 1, dtype=torch.float64), **how
-                )
-        except KeyboardInterrupt:
-            kept = f"the run so far is in {output}" if output else "nothing was kept (no --output)"
-            typer.echo(f"cumulant: interrupted; {kept}", err=True)
-            raise typer.Exit(130) from None
+    how: dict[str, Any] = {
+        "beta": beta,
+        "contraction": pull,
+        "is_causal": causal,
+        "checkpoint": output,
+    }
+    run = _run(x, steps, pace, time, how)
     if picture is not None:
         run.plot(picture)
     if animation is not None:
         run.animate(animation)
     written = [p for p in (output, picture, animation) if p is not None]
     _report(run, as_json, written, cluster_distance)
+
+
+def _check_options(contraction: str | None, time: float | None, steps: int) -> None:
+    if contraction is not None and contraction not in CONTRACTIONS:
+        raise InputError(
+            f"--contraction must be one of {', '.join(CONTRACTIONS)}, not {contraction!r}."
+        )
+    if time is not None and not (time > 0 and math.isfinite(time)):
+        raise InputError(f"--time must be positive, not {time}.")
+    if steps < 1:
+        raise InputError(f"--steps must be at least 1, not {steps}.")
+
+
+def _run(
+    start: Start, steps: int, step_size: float, time: float | None, how: dict[str, Any]
+) -> dynamics.Trajectory:
+    """The run, with progress; an interrupted one says where it was kept."""
+    size = (start.final if isinstance(start, dynamics.Trajectory) else start).shape[-2]
+    with Shown(f"{size} points") as progress:
+        try:
+            if time is None:
+                return dynamics.simulate(
+                    start, steps, step_size=step_size, progress=progress, **how
+                )
+            times = torch.linspace(0, time, steps + 1, dtype=torch.float64)
+            return dynamics.flow(start, times, progress=progress, **how)
+        except KeyboardInterrupt:
+            output = how["checkpoint"]
+            kept = f"the run so far is in {output}" if output else "nothing was kept (no --output)"
+            typer.echo(f"cumulant: interrupted; {kept}", err=True)
+            raise typer.Exit(130) from None
 
 
 def _contraction(name: str | None, start: Start) -> dynamics.Contraction | None:

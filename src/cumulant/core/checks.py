@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.core.precision import HALF, widened
+from cumulant.core.precision import widened
 
 __all__ = [
-    "HALF",
     "broadcast",
     "broadcasts_to",
     "common_shape",

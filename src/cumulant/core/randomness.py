@@ -9,7 +9,7 @@ import torch
 
 from cumulant.core.errors import InputError
 
-__all__ = ["checked_generator", "drawing_from"]
+__all__ = ["checked_generator", "drawing_from", "generator_or"]
 
 
 def checked_generator(owner: str, generator: torch.Generator | None) -> torch.Generator | None:
@@ -20,6 +20,16 @@ def checked_generator(owner: str, generator: torch.Generator | None) -> torch.Ge
             "seed, write torch.Generator().manual_seed(seed)."
         )
     return generator
+
+
+def generator_or(
+    owner: str, generator: torch.Generator | None, seed: int | None
+) -> torch.Generator:
+    """The generator, or a new one: with this seed, or one that torch's own generator draws."""
+    if (source := checked_generator(owner, generator)) is not None:
+        return source
+    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
+    return torch.Generator().manual_seed(drawn)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, holds, real, require
+from cumulant.core.checks import holds, real, require
 from cumulant.core.errors import InputError
+from cumulant.core.precision import wide
 from cumulant.dynamics.shape import size_of
 
 __all__ = ["Contraction", "LayerNorm", "RMSNorm", "Sphere", "Whiten", "contract"]
@@ -106,7 +107,7 @@ class Whiten:
         n, d = x.shape[-2:]
         if n <= d:
             raise InputError(f"Whiten: a cloud needs more points than dimensions, not {n} <= {d}.")
-        y = (x.float() if x.dtype in HALF else x) / size_of(x)
+        y = wide(x) / size_of(x)
         away = y - y.mean(-2, keepdim=True)
         away = away / size_of(away)
         return (away @ inverse_root(away.mT @ away / n)).to(x.dtype)

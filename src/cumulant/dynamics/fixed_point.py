@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, finite, numbers, real, whole
+from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
+from cumulant.core.precision import HALF
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver

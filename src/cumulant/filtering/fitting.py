@@ -14,11 +14,12 @@ from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.progress import ProgressCallback
+from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
 from cumulant.filtering.frames import PandasLike, parameter_frame
 from cumulant.filtering.kalman import inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
-from cumulant.filtering.model_checks import generator_or, series
+from cumulant.filtering.model_checks import series
 from cumulant.filtering.parameters import Free, coordinates
 from cumulant.filtering.recursion import bounded, scheme_of
 from cumulant.filtering.regimes import OrderBy, exchangeable, matched, rising, sorted_by

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
+from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
-from cumulant.filtering.model_checks import generator_or
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Scheme
 

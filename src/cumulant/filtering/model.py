@@ -9,8 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, finite, numbers, whole
+from cumulant.core.checks import finite, numbers, whole
 from cumulant.core.errors import InputError
+from cumulant.core.precision import HALF
 from cumulant.core.renamed import moved
 from cumulant.filtering.model_checks import (
     initial_probabilities,

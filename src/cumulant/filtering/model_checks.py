@@ -13,7 +13,6 @@ from cumulant.core.errors import InputError
 from cumulant.filtering.frames import is_pandas, values_of
 
 __all__ = [
-    "generator_or",
     "initial_probabilities",
     "next_row",
     "one_class",
@@ -100,19 +99,6 @@ def one_class(owner: str, transition: Tensor) -> None:
             "never meet): give initial."
         ),
     )
-
-
-def generator_or(owner: str, generator: Any, seed: int | None) -> torch.Generator:
-    """The generator, or a new one: with this seed, or one that the global generator draws."""
-    if isinstance(generator, torch.Generator):
-        return generator
-    if generator is not None:
-        raise InputError(
-            f"{owner}: generator must be a torch.Generator, such as "
-            f"torch.Generator().manual_seed(0), not {generator!r}."
-        )
-    drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
-    return torch.Generator().manual_seed(drawn)
 
 
 def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.integrations.transformers import package
 
 __all__ = ["Loaded", "load"]
 
@@ -57,7 +58,7 @@ def load(name: str | os.PathLike[str] | None = None) -> Loaded:
     Raises:
         InputError: what is missing, damaged or unknown.
     """
-    _transformers()
+    package()
     source = _locate(name)
     with quiet():
         if not source.hub:
@@ -72,15 +73,6 @@ def load(name: str | os.PathLike[str] | None = None) -> Loaded:
         elif (reason := _unreachable(source.folder)) is not None:
             raise InputError(reason)
         return _assemble(source)
-
-
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError:
-        raise InputError(
-            "models are loaded by transformers, which is missing: pip install 'cumulant[lens]'."
-        ) from None
 
 
 def _hub() -> Any:
@@ -197,7 +189,7 @@ def quiet() -> Generator[None]:
 
 def _assemble(source: _Source, **options: Any) -> Loaded:
     """Configuration, weights, tokenizer; whatever their loaders raise becomes one line."""
-    transformers = _transformers()
+    transformers = package()
     name = source.name
     safe = {"trust_remote_code": False, **options}
     if source.file:
@@ -260,7 +252,7 @@ def _unknown(name: str, error: Exception) -> str:
     if "custom code" in message:
         return f"{name} needs code of its own, and code that comes with a model is never run."
     if kind is not None:
-        version = _transformers().__version__
+        version = package().__version__
         return (
             f"{name} is of type {kind[1]!r}, which transformers {version} does not know; "
             "a newer one may: pip install -U transformers."
@@ -272,7 +264,7 @@ def _from_gguf(path: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """Dequantized weights; by hand, as ``from_pretrained`` wants accelerate to do no more."""
     reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     with torch.device("meta"):
-        skeleton = _transformers().AutoModel.from_config(config)
+        skeleton = package().AutoModel.from_config(config)
     bar = reader.tqdm
     reader.tqdm = import_module("transformers.utils.logging").tqdm  # the one that can be silenced
     try:
@@ -304,7 +296,7 @@ def _notes(name: str, model: Any, missing: Sequence[str]) -> tuple[str, ...]:
 def _tokenizer(source: _Source, options: dict[str, Any]) -> Any:
     reason = "its files are missing"
     try:
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(source.folder, **options)
+        tokenizer = package().AutoTokenizer.from_pretrained(source.folder, **options)
         ordinary = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except Exception as error:
         files = [Path(source.folder, each) for each in ("tokenizer.json", "tokenizer_config.json")]

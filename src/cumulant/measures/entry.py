@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, broadcast, require
+from cumulant.core.checks import broadcast, require
 from cumulant.core.errors import InputError
+from cumulant.core.precision import HALF, widened
 
 if TYPE_CHECKING:
     from cumulant.measures.measure import Measure
@@ -98,4 +99,4 @@ def _computing_precision(measure: Measure, output: torch.dtype) -> torch.dtype:
     """Single precision at least; double where a family asks for it and the device has it."""
     if measure._double and measure.device.type != "mps":
         return torch.float64
-    return torch.float32 if output in HALF else output
+    return widened(output)

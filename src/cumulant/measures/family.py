@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from cumulant.core.checks import HALF, broadcast, finite, numbers, require
+from cumulant.core.checks import broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.core.precision import widened
 from cumulant.measures.calculus import gradient, jacobian
 from cumulant.measures.frame import no_frame
 from cumulant.measures.measure import Measure, not_negative
@@ -245,7 +246,7 @@ class ExponentialFamily(Measure):
     def to_torch(self, eta: Tensor | None = None) -> Distribution:
         """p_eta as a torch distribution of batch shape ``(*batch, M)``."""
         entry = self._enter("to_torch", eta=eta)
-        narrow = torch.float32 if entry.dtype in HALF else entry.dtype
+        narrow = widened(entry.dtype)
         measure, eta = entry.measure._to(narrow), entry.arguments[0].to(narrow)
         if entry.flat:  # one row, dropped from every parameter
             leaves = {n: x[..., 0, :] for n, (x, _) in measure._leaves().items()}

@@ -20,9 +20,10 @@ from typing import Literal as Lit
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import HALF, broadcast, numbers, require, whole
+from cumulant.core.checks import broadcast, numbers, require, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.core.precision import widened
 from cumulant.core.randomness import drawing_from
 from cumulant.measures.calculus import gradient, jacobian, pullback
 from cumulant.measures.entry import Entry, enter
@@ -294,7 +295,7 @@ class Measure(ABC):
         entry = self._enter("tilt", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         _require_inside("tilt", measure, eta)
-        narrow = torch.float32 if entry.dtype in HALF else entry.dtype
+        narrow = widened(entry.dtype)
         out: Measure = measure._tilted(eta)._to(narrow)
         out._rows, out._weak = not entry.flat, False
         return out
