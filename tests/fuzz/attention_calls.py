@@ -9,7 +9,6 @@ that repeats it:
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cumulant as cm
+from fuzz import driver
 from oracle import FIELDS, band_mask, differentiate, finite
 
 DOUBLE = torch.float64
@@ -204,27 +204,9 @@ def check(seed: int) -> str | None:
 
 
 def run(rounds: int, seed: int) -> list[str]:
-    """The failures of so many calls, from this seed on, each with the command that repeats it."""
-    failures = []
-    for each in range(seed, seed + rounds):
-        wrong = check(each)
-        if wrong is not None:
-            command = f"python tests/fuzz/attention_calls.py --seed {each} --rounds 1"
-            failures.append(f"{wrong}\n  {command}")
-    return failures
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Random calls of attend against float64.")
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    given = parser.parse_args()
-    sys.stdout.write(f"seed {given.seed}, {given.rounds} rounds\n")
-    failures = run(given.rounds, given.seed)
-    sys.stdout.write("".join(f"{x}\n" for x in failures))
-    sys.stdout.write(f"{len(failures)} failures\n")
-    return 1 if failures else 0
+    """The failures of so many cases from this seed on."""
+    return driver.run(check, "attention_calls", rounds, seed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.main(check, "attention_calls", __doc__, rounds=1000))

@@ -9,7 +9,6 @@ gradient. A call follows from its seed alone:
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
@@ -25,6 +24,7 @@ import cumulant as cm
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.dropout import kept
 from cumulant.kernels.tiles import Band
+from fuzz import driver
 from oracle import band_mask, differentiate, finite
 
 SLACK = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -157,17 +157,9 @@ def check(call: Call) -> str | None:
 
 
 def run(rounds: int, seed: int) -> list[str]:
-    """Failures of so many calls from a seed on."""
-    found = (check(draw(n)) for n in range(seed, seed + rounds))
-    return [text for text in found if text is not None]
+    """The failures of so many cases from this seed on."""
+    return driver.run(lambda seed: check(draw(seed)), "native_calls", rounds, seed)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    parser.add_argument("--rounds", type=int, default=500)
-    asked = parser.parse_args()
-    print(f"seed {asked.seed}")
-    failed = run(asked.rounds, asked.seed)
-    print("\n".join(failed) or f"{asked.rounds} calls agree")
-    sys.exit(bool(failed))
+    sys.exit(driver.main(lambda seed: check(draw(seed)), "native_calls", __doc__, rounds=500))

@@ -8,7 +8,6 @@ must be those of dense attention over the same keys. A program follows from its 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import random
@@ -22,6 +21,7 @@ from torch.func import jvp, vmap
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cumulant as cm
+from fuzz import driver
 from oracle import FIELDS, dense
 
 DOUBLE = torch.float64
@@ -131,26 +131,9 @@ def check(seed: int) -> str | None:
 
 
 def run(rounds: int, seed: int) -> list[str]:
-    """The failures of so many programs, from this seed on, each with what repeats it."""
-    failures = []
-    for each in range(seed, seed + rounds):
-        wrong = check(each)
-        if wrong is not None:
-            failures.append(f"{wrong}\n  python tests/fuzz/results.py --seed {each} --rounds 1")
-    return failures
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Random lives of results against float64.")
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    given = parser.parse_args()
-    sys.stdout.write(f"seed {given.seed}, {given.rounds} rounds\n")
-    failures = run(given.rounds, given.seed)
-    sys.stdout.write("".join(f"{x}\n" for x in failures))
-    sys.stdout.write(f"{len(failures)} failures\n")
-    return 1 if failures else 0
+    """The failures of so many cases from this seed on."""
+    return driver.run(check, "results", rounds, seed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.main(check, "results", __doc__, rounds=500))
