@@ -10,23 +10,15 @@ import pytest
 import torch
 
 import cumulant as cm
+from command import cumulant as run
 from cumulant.cli import main
 
 
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "cumulant", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,
-    )
-
-
 def test_help_and_version():
+    command = [sys.executable, "-m", "cumulant", "--version"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert process.stdout.strip() == f"cumulant {cm.__version__}"
     assert "bench" in run("--help").stdout
-    assert run("--version").stdout.strip() == f"cumulant {cm.__version__}"
     for bare in (run(), run("bench")):
         assert bare.returncode == 0
         assert "Usage" in bare.stdout

@@ -7,19 +7,16 @@ import os
 import subprocess
 import sys
 
+import huggingface_hub
 import pandas as pd
 import pytest
 from toy_texts import toy_folder
 
+import command
 
-def cumulant(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "cumulant", "lens", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
+
+def cumulant(*arguments):
+    return command.cumulant("lens", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +100,11 @@ def bad(name, folder, tmp_path):
         *("no file", "broken line", "wrong field", "batch size", "nothing to compare"),
     ],
 )
-def test_bad_input_is_one_line(name, folder, tmp_path):
+def test_bad_input_is_one_line(name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     out = tmp_path / "out"
     arguments = bad(name, folder, tmp_path)
-    done = cumulant(*arguments, "-o", out, HF_HUB_OFFLINE="1")
+    done = cumulant(*arguments, "-o", out)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("cumulant: ")
     assert done.stderr.count("\n") == 1, done.stderr

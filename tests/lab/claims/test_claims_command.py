@@ -11,18 +11,23 @@ import time
 
 import pytest
 
+from command import cumulant
 from cumulant.cli import main
 from cumulant.core.journal import Journal
 
 
-def run(*arguments, **options):
+def run(*arguments):
+    return cumulant("claims", *arguments)
+
+
+def process(*arguments, env):
     return subprocess.run(
         [sys.executable, "-m", "cumulant", "claims", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        **options,
+        env=env,
     )
 
 
@@ -108,14 +113,14 @@ def test_a_folder_is_filled(tmp_path):
 
 def test_an_interrupted_run_keeps_what_was_finished(tmp_path):
     command = [sys.executable, "-m", "cumulant", "claims", "--quick", "-o", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     partial = tmp_path / "claims.journal"
     deadline = time.monotonic() + 120
     while not partial.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    os.kill(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
     assert "interrupted" in said.splitlines()[-1]
     assert "run the same command again to resume" in said.splitlines()[-1]
     assert next(iter(Journal(partial, {})))["id"] == "T1"
@@ -148,11 +153,11 @@ def test_what_a_missing_extra_leaves_out(tmp_path):
     )
     places = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    out = run("--only", "T29", "--quick", env=environment)
+    out = process("--only", "T29", "--quick", env=environment)
     assert out.returncode == 2
     assert "pip install 'cumulant[demo]'" in out.stderr
     assert out.stderr.count("\n") == 1
-    both = run("--only", "T29,T4", "-o", str(tmp_path / "o"), "--json", env=environment)
+    both = process("--only", "T29,T4", "-o", str(tmp_path / "o"), "--json", env=environment)
     assert both.returncode == 0
     assert [x["id"] for x in json.loads(both.stdout)["claims"]] == ["T4", "T29"]
     assert "T29 not run" in both.stderr
