@@ -52,6 +52,10 @@ TIERS = {
 }
 
 
+# Tests that share something expensive (a built site, a wheel, a server of processes) stay together.
+TOGETHER = ("test_site.py", "test_package.py", "lens/test_shards.py")
+
+
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
     for item in items:
@@ -61,6 +65,11 @@ def pytest_collection_modifyitems(items):
         for tier, beginnings in TIERS.items():
             if where.startswith(beginnings):
                 item.add_marker(tier)
+        for file in TOGETHER:
+            if where.startswith(file):
+                item.add_marker(pytest.mark.xdist_group(file))
+    # What takes long starts first, so that the processes finish together.
+    items.sort(key=lambda item: not any(item.get_closest_marker(tier) for tier in TIERS))
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +105,17 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("engines")
 
-# The tests of these folders run on every engine that can run on this machine.
+# The tests of these folders run on every engine that can run on this machine, except those that
+# take no sum over keys.
 ON_EVERY_ENGINE = {"kernels", "attention", "laws"}
+ON_NONE = {"test_projection.py", "test_gibbs.py"}
 
 
 def pytest_generate_tests(metafunc):
     if (
         "engine" in metafunc.fixturenames
         and metafunc.definition.path.parent.name in ON_EVERY_ENGINE
+        and metafunc.definition.path.name not in ON_NONE
     ):
         names = [name for name, status in engines().items() if status.available]
         metafunc.parametrize("engine", names, indirect=True)
