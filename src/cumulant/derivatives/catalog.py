@@ -306,14 +306,15 @@ def sweep(cases: Iterable[Case], *, order: int = 2, seconds: float = 60.0) -> It
 
 
 def markdown(verdicts: Iterable[Verdict], command: str) -> str:
-    """The verdicts as a page for the docs: one row per function that is not right throughout."""
+    """The verdicts as a page for the docs: one row per function with a fault."""
     verdicts = list(verdicts)
     failing = [v for v in verdicts if not v.ok]
     lines = [
         f"# Derivatives of torch {torch.__version__.split('+')[0]}",
         "",
-        f"Made by `{command}`: {len(verdicts)} functions and layers in float64 on a CPU, of which "
-        f"{len(verdicts) - len(failing)} are right in every word. The others:",
+        f"Look up which derivatives torch gets wrong. `{command}` checked {len(verdicts)} "
+        f"functions and layers in float64 on a CPU: {len(verdicts) - len(failing)} are right in "
+        "every word, a nesting of forward (F) and reverse (R) modes, outermost first. The rest:",
         "",
         "| | function | wrong | not supported | not checked |",
         "|---|---|---|---|---|",

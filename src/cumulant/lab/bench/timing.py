@@ -81,7 +81,7 @@ def short(ratio: float) -> str:
 
 
 def machine() -> str:
-    """What the numbers were measured on."""
+    """The machine and software the numbers come from."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as info:
@@ -98,7 +98,7 @@ def machine() -> str:
 
 
 def aim(row: Row, stated: bool) -> str:
-    """What was hoped for, and whether it was missed; nothing where aims were not meant."""
+    """The target, and whether it was missed; nothing if no target was set."""
     if not stated or row.at_most == float("inf"):
         return "-"
     return short(row.at_most) + ("" if row.met else " (missed)")
@@ -109,9 +109,9 @@ def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> st
     lines = [
         f"# {title}",
         "",
-        f"Made by `{command}` on {machine()}.",
-        "Single precision where nothing else is said. Times are medians of interleaved rounds; a "
-        "ratio is the median over rounds of two times taken in the same round.",
+        f"Measured by `{command}` on {machine()}.",
+        "Single precision unless stated otherwise. Times are medians of interleaved rounds; each "
+        "ratio is the median over rounds of two times from the same round. Below 1, ours is better.",
         "",
         "| shape | quantity | against | ours | theirs | ratio | aim, at most |",
         "|---|---|---|---|---|---|---|",
