@@ -172,7 +172,7 @@ class Ranks:
             said = re.sub(r"^\[\S*\]\s*", "", str(error).strip().splitlines()[0])[:200]
             if "timed out" in said.lower():
                 why = (
-                    "the group's timeout is over, and another rank has not come: it stalls, is "
+                    "the group's timeout expired while waiting for another rank, which is stalled, "
                     "slow (then give the group a longer timeout), has died unnoticed,"
                 )
             else:

@@ -138,8 +138,9 @@ def verdict(numbers: Sequence[Measured]) -> Verdict:
 
     A control that fails, a number that is not finite, or no number of the statement leaves the
     question open. Otherwise the statement holds if each of its numbers does; if one fails, it holds
-    with a correction if there is one whose numbers all hold. Without a correction, or with one that
-    fails, it does not hold in general. Numbers in doubt leave it open.
+    with a correction if there is one whose numbers all hold. Without a correction it does not hold
+    in general, and neither if the correction fails: a wrong correction, even beside numbers of the
+    statement that pass, says that something is wrong. Numbers in doubt leave it open.
 
     >>> drafted = Measured("gap", 0.3, Rule("as drafted", "statement", high=1e-10))
     >>> verdict([drafted])
