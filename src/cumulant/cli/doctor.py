@@ -22,6 +22,7 @@ from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
 from cumulant.core.progress import Progress
+from cumulant.core.typed import functions
 from cumulant.derivatives import DerivativeReport, check_derivatives
 from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
 from cumulant.kernels.engines import engines
@@ -137,7 +138,7 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
     finally:
         sys.path.remove("")
     if shapes:
-        torch.manual_seed(seed)
+        functions.manual_seed(seed)
         return found, tuple(torch.randn(_shape(s), dtype=torch.float64) for s in shapes)
     try:
         made = found()

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from cumulant.core.typed import forward_ad
 
 __all__ = ["on_tape"]
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 import torch
-import torch.autograd.forward_ad
 from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
+from cumulant.core.typed import forward_ad
 
 __all__ = ["Lazy", "Mode", "Snapshot", "kept", "known"]
 
@@ -42,7 +42,7 @@ class Mode(NamedTuple):
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             transforms=_transforms() or 0,
-            dual_level=torch.autograd.forward_ad._current_level,
+            dual_level=forward_ad._current_level,
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in ("cpu", "cuda")

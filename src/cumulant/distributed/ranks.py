@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import GroupError, InputError
+from cumulant.core.typed import tolist
 from cumulant.distributed.facts import Facts, digest, told
 
 __all__ = ["Group", "Ranks", "Traffic", "launched", "traffic"]
@@ -230,7 +231,7 @@ class Ranks:
         row = _size_of(sent[:1]) if len(sent) else 0
         with self._talking("a sum of rows", (sum(rows) - own) * row):
             dist.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
-        return out.unflatten(0, (self.size, own)).sum(0).movedim(0, -2)
+        return torch.unflatten(out, 0, (self.size, own)).sum(0).movedim(0, -2)
 
     def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
         """Send to the next rank and receive from the one before, which has so many rows.
@@ -305,7 +306,7 @@ class Ranks:
         table = row.new_empty(self.size * COMPARED)
         with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
             _all_gather(table, row, group=self.group)
-        return table.reshape(self.size, COMPARED).tolist()
+        return tolist(table.reshape(self.size, COMPARED))
 
     def _stopped(self, what: str, error: Exception | None) -> NoReturn:
         """Some rank has refused its input: each says its own error, or whose it was."""

@@ -17,6 +17,7 @@ from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.precision import HALF
+from cumulant.core.typed import linalg
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
@@ -149,7 +150,7 @@ def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
     x, sizes, moved = run.x, list[Tensor](), list[Tensor]()
     for _ in range(9):
         g = f(x) - x
-        sizes.append(torch.linalg.vector_norm(g, dim=-1))
+        sizes.append(linalg.vector_norm(g, dim=-1))
         x = x + damping * g
         moved.append((x - run.x).abs().amax(-1))
     change = torch.stack(sizes).diff(dim=0) / sizes[0]

@@ -20,6 +20,7 @@ from cumulant.core.files import destination, interrupts_held, whole_file
 from cumulant.core.journal import Journal
 from cumulant.core.lock import locked
 from cumulant.core.progress import Progress, ProgressCallback
+from cumulant.core.typed import functions
 from cumulant.dynamics import shape
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Trajectory:
                 about = json.loads(str(file["format"]))
                 kinds: dict[str, str] = about["dtypes"]
                 arrays = {
-                    n: torch.from_numpy(file[n]).to(getattr(torch, k)) for n, k in kinds.items()
+                    n: functions.from_numpy(file[n]).to(getattr(torch, k)) for n, k in kinds.items()
                 }
             seen = {n.removeprefix("observable "): x for n, x in arrays.items() if " " in n}
             times, states, blown = (arrays[n] for n in ("times", "states", "blow_up_time"))

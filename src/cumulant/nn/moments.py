@@ -258,7 +258,7 @@ class MomentAttention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """``(*batch, heads, N, head features)``."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        return torch.unflatten(x, -1, (self.num_heads, -1)).transpose(-3, -2)
 
     def _wide(self, dtype: torch.dtype) -> Maps:
         inward, outward = (x.weight.to(dtype) for x in (self.project_value, self.project_output))
