@@ -6,7 +6,7 @@ See docs/theory.md, T24.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -300,7 +300,9 @@ def positives_of(
 
 def label_rows(owner: str, labels: Any, query: Tensor, key: Tensor) -> list[Tensor]:
     """Labels of anchors and of keys as whole numbers ``(*batch, M)`` and ``(*batch, N)``."""
-    both = labels if isinstance(labels, tuple) else (labels, labels)
+    both: tuple[Any, ...] = (labels, labels)
+    if isinstance(labels, tuple):
+        both = cast(tuple[Any, ...], labels)
     if len(both) != 2:
         raise InputError(
             f"{owner}: labels are one tensor, or (labels of anchors, labels of keys), not a tuple "

@@ -7,7 +7,7 @@ this module. Add a function to the protocol when you need another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -132,6 +132,7 @@ class Functions(Protocol):
     def broadcast_shapes(self, *shapes: Sequence[int]) -> torch.Size: ...
     def broadcast_tensors(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
     def from_numpy(self, ndarray: NDArray[np.generic]) -> Tensor: ...
+    def unique(self, input: Tensor) -> Tensor: ...
     def manual_seed(self, seed: int) -> torch.Generator: ...
 
 
@@ -150,6 +151,17 @@ class _Random(Protocol):
     ) -> AbstractContextManager[None]: ...
 
 
+class _Compiler(Protocol):
+    def disable(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
+
+
+class _Functorch(Protocol):
+    def maybe_current_level(self) -> int | None: ...
+    def is_batchedtensor(self, x: Tensor) -> bool: ...
+    def is_functorch_wrapped_tensor(self, x: Tensor) -> bool: ...
+    def get_unwrapped(self, x: Tensor) -> Tensor: ...
+
+
 class _ForwardMode(Protocol):
     _current_level: int
 
@@ -160,6 +172,8 @@ linalg: Linalg = torch.linalg
 functions: Functions = torch
 special: Special = torch.special
 random: _Random = torch.random
+compiler: _Compiler = torch.compiler
+functorch: _Functorch = getattr(torch._C, "_functorch")  # noqa: B009 (torch hides it)
 forward_ad: _ForwardMode = torch.autograd.forward_ad
 
 if TYPE_CHECKING:
@@ -172,6 +186,15 @@ if TYPE_CHECKING:
 
 else:
     Function = torch.autograd.Function
+
+
+class _Stepping(Protocol):
+    def step(self, closure: Any, /) -> Any: ...
+
+
+def take_step(optimizer: _Stepping, closure: Callable[[], object] | None = None) -> None:
+    """One step of an optimizer of torch."""
+    optimizer.step(closure)
 
 
 class _Listed(Protocol):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,20 @@ Group = Any
 
 # torch 2.13 renamed it; builds without torch.distributed do not have it.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
+
+class _Calls(Protocol):
+    """What `Ranks` calls in `torch.distributed`, which has no types there."""
+
+    def all_reduce(self, tensor: Tensor, op: Any, *, group: Any) -> object: ...
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], /, *, group: Any
+    ) -> object: ...
+    def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None: ...
+    def new_group(self, *, timeout: timedelta) -> Any: ...
+
+
+_calls: _Calls = dist
 
 # Seconds within which processes that were started together must find each other.
 MEETING = 600.0
@@ -198,7 +212,7 @@ class Ranks:
             return x.clone()
         out = x.contiguous().clone()
         with self._talking(what, 2 * (self.size - 1) / self.size * _size_of(out)):
-            dist.all_reduce(out, how, group=self.group)
+            _calls.all_reduce(out, how, group=self.group)
         return out
 
     def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -230,7 +244,7 @@ class Ranks:
         out = sent.new_empty(self.size * own, *sent.shape[1:])
         row = _size_of(sent[:1]) if len(sent) else 0
         with self._talking("a sum of rows", (sum(rows) - own) * row):
-            dist.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
+            _calls.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
         return torch.unflatten(out, 0, (self.size, own)).sum(0).movedim(0, -2)
 
     def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
@@ -361,7 +375,7 @@ class Ranks:
             return [given]
         out: list[Any] = [None] * self.size
         with self._talking("exchanging facts"):
-            dist.all_gather_object(out, given, group=self.group)
+            _calls.all_gather_object(out, given, group=self.group)
         return out
 
 
@@ -400,7 +414,7 @@ def launched(timeout: float = 600.0) -> Generator[Ranks]:
             "restarts them itself, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 must be in its environment."
         ) from error
     patient = timedelta(seconds=timeout)
-    group = dist.new_group(timeout=patient) if timeout > MEETING else None
+    group = _calls.new_group(timeout=patient) if timeout > MEETING else None
     try:
         yield Ranks(group)
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.precision import HALF
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functorch, linalg
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
@@ -73,7 +73,7 @@ class _Rows:
             )
         if y.is_complex():
             raise InputError(f"{self._call}: f must return real numbers, but returned {y.dtype}.")
-        if cast(Any, torch._C)._functorch.is_batchedtensor(y):
+        if functorch.is_batchedtensor(y):
             raise InputError(
                 f"{self._call} does not work inside torch.func.vmap: its rounds depend on the "
                 "values. Put the problems into leading dimensions and use batch_dims."

@@ -20,7 +20,7 @@ from torch import Tensor
 from cumulant.core.autodiff import on_tape
 from cumulant.core.checks import holds
 from cumulant.core.errors import ConvergenceError, InputError
-from cumulant.core.typed import Function, forward_ad, linalg
+from cumulant.core.typed import Function, forward_ad, functorch, linalg
 from cumulant.dynamics.krylov import gmres
 from cumulant.measures.calculus import jacobian
 
@@ -160,7 +160,7 @@ def _each(function: Any, x: Tensor, dim: int | None, *rest: Any) -> Any:
 def _transformed(x: Tensor) -> bool:
     """Whether torch.func or forward mode is at work. Then what f closes over belongs to levels that
     an autograd Function leaves on entry, so no product with J can be formed inside one."""
-    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    wrapped = functorch.is_functorch_wrapped_tensor
     return wrapped(x) or forward_ad._current_level >= 0
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, common_shape, finite, numbers, real, require
 from cumulant.core.errors import InputError
-from cumulant.core.typed import tolist
+from cumulant.core.typed import functions, tolist
 from cumulant.distributed.facts import Facts
 from cumulant.memory.retrieval import Rows
 
@@ -179,6 +179,6 @@ def one_each(owner: str, index: Any, count: int, shape: torch.Size, device: torc
 def several(owner: str, index: Any, count: int, device: torch.device) -> Tensor:
     """Different numbers, ``(n,)``."""
     at = _numbers(owner, index, count, device).reshape(-1)
-    if len(at.unique()) != len(at):
+    if len(functions.unique(at)) != len(at):
         raise InputError(f"{owner}: index names a pattern twice.")
     return at

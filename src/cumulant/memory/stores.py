@@ -135,7 +135,7 @@ class Sharded:
         number = torch.where(found, index + self._shard.before, self.count())
         number = -self._ranks.largest(-number)  # the first of equals
         if counts is not None:
-            top, number = (x.split(counts, -1)[self._ranks.rank] for x in (top, number))
+            top, number = (torch.split(x, counts, -1)[self._ranks.rank] for x in (top, number))
         return top, number
 
     def gaps(self) -> Tensor:

@@ -169,9 +169,11 @@ class MomentAttention(nn.Module):
                 f"{me}.from_attention takes self-attention, but this layer has kdim or vdim, "
                 "add_bias_kv or add_zero_attn."
             )
+        width: int = attention.embed_dim
+        heads: int = attention.num_heads
         layer = cls(
-            attention.embed_dim,
-            attention.num_heads,
+            width,
+            heads,
             covariance=covariance,
             rank=rank,
             reading=reading,

@@ -29,7 +29,8 @@ def close(a: Any, b: Any, tol: float = 1e-9) -> None:
 
 def _statistic(h: Measure, x: Tensor) -> Tensor:
     """u(x): the family's statistic, or x itself."""
-    return getattr(h, "statistic", lambda y: y)(x)  # pyright: ignore[reportUnknownLambdaType]
+    statistic: Callable[[Tensor], Tensor] | None = getattr(h, "statistic", None)
+    return x if statistic is None else statistic(x)
 
 
 class MeasureCase:

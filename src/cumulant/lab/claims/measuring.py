@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulant.core.typed import backward, functions, linalg
+from cumulant.core.typed import backward, functions, linalg, take_step
 
 __all__ = [
     "fitted",
@@ -88,5 +88,5 @@ def fitted(loss: Callable[[Tensor], Tensor], start: Tensor, **options: Any) -> T
         backward(value)
         return value
 
-    optimizer.step(closure)
+    take_step(optimizer, closure)
     return found.detach()

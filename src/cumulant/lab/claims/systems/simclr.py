@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant import contrastive
-from cumulant.core.typed import backward, linalg
+from cumulant.core.typed import backward, linalg, take_step
 from cumulant.figures import MUTED, cycle, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -115,7 +115,7 @@ def measure(trial: Trial) -> Found:
         _, first, second = views(trial, trial.size(512, 256))
         optimizer.zero_grad()
         backward(contrastive.nt_xent(first @ encoder, second @ encoder, 0.2))
-        optimizer.step()
+        take_step(optimizer)
     end = encoded()
     # On the circle the mean of exp(−2‖z − z'‖²) under the uniform law is e⁻⁴ I₀(4).
     apart = uniformity(torch.cat(end)) - math.log(float(import_module("scipy.special").ive(0, 4.0)))

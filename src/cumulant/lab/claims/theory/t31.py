@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cumulant import Empirical
-from cumulant.core.typed import backward
+from cumulant.core.typed import backward, take_step
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -164,7 +164,7 @@ def trained(trial: Trial, pairs: Tensor, walk: bool) -> Tensor:
             loss = joint.sum(-1) @ Empirical(v).log_normalizer(v) - (joint * inner).sum()
         optimizer.zero_grad()
         backward(loss)
-        optimizer.step()
+        take_step(optimizer)
     return v.detach()
 
 
