@@ -11,6 +11,7 @@ from cumulant.attention.attended import Field
 from cumulant.attention.inputs import Call
 from cumulant.core.lazy import Lazy, Snapshot, kept, known
 from cumulant.core.precision import widest
+from cumulant.core.typed import functions
 from cumulant.distributed.maps import total
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, attention, expectation
@@ -33,7 +34,7 @@ class Direct(Lazy):
     @property
     def shape(self) -> torch.Size:
         arguments = self._call.arguments
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+        batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
         size = (*batch, arguments["query"].shape[-2], arguments["value"].shape[-1])
         return self._call.finish(torch.empty(size, device="meta")).shape
 
@@ -80,7 +81,9 @@ class Direct(Lazy):
             return self.mean
         call = self._measure
         mean = attention({**call.arguments, "value": call.arguments["key"]}, call.options).mean
-        batch = torch.broadcast_shapes(mean.shape[:-2], self._call.arguments["value"].shape[:-2])
+        batch = functions.broadcast_shapes(
+            mean.shape[:-2], self._call.arguments["value"].shape[:-2]
+        )
         return self._call.finish(mean.expand(*batch, *mean.shape[-2:]))
 
     @kept

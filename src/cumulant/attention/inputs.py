@@ -20,6 +20,7 @@ from cumulant.attention.masks import lowered, pair_arguments, pairs_of
 from cumulant.core.checks import broadcasts_to, common_shape
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
+from cumulant.core.typed import functions
 from cumulant.kernels.attention import Options
 from cumulant.kernels.tiles import Band
 
@@ -39,7 +40,7 @@ class Groups(NamedTuple):
     def split(self, name: str, x: Tensor) -> Tensor:
         if name in ("key", "value") or x.shape[-3] == 1:
             return x.unsqueeze(-3)
-        return x.unflatten(-3, self)
+        return torch.unflatten(x, -3, self)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Call:
         logit = self.sink if self.groups is None else self.groups.split("sink", self.sink)
         logit = logit if self.lift is None else logit - self.lift
         rest = arguments.get("bias", logit.new_zeros(()).expand(*logit.shape[:-1], n))
-        rows = torch.broadcast_shapes(logit.shape[:-1], rest.shape[:-1])
+        rows = functions.broadcast_shapes(logit.shape[:-1], rest.shape[:-1])
         arguments["bias"] = torch.cat([logit.expand(*rows, 1), rest.expand(*rows, n)], -1)
         if (mask := arguments.get("mask")) is not None:
             arguments["mask"] = F.pad(mask.expand(*mask.shape[:-1], n), (1, 0), value=True)
@@ -240,7 +241,7 @@ def _batch(given: Given, tensors: dict[str, Tensor], groups: Groups | None) -> t
 
 def _seed(arguments: dict[str, Tensor]) -> Tensor:
     """A seed for each measure of the batch, from torch's own generator as torch's dropout."""
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     device = arguments["query"].device
     return torch.randint(-(2**31), 2**31, (*batch, 1, 1), dtype=torch.int32, device=device)
 

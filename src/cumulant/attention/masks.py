@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +73,9 @@ def _band(given: Given, m: int, n: int) -> tuple[Band, Tensor | None]:
 
 def _sides(given: Given) -> Window:
     window: Any = given.window
-    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    sides: tuple[Any, ...] = ()
+    if isinstance(window, tuple | list):
+        sides = tuple(cast(Sequence[Any], window))
     if len(sides) != 2 or not all(x is None or (isinstance(x, int) and x >= 0) for x in sides):
         raise given.fail(
             "window must be (left, right), each an integer >= 0, or None for no limit: (3, 0) sees "

@@ -13,6 +13,7 @@ from cumulant.attention.attended import Attended, Field, Source
 from cumulant.attention.inputs import Window
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
+from cumulant.core.typed import tolist
 
 __all__ = ["attend_packed"]
 
@@ -159,7 +160,7 @@ def _by_query(sink: float | Tensor | None, query: Tensor, key: Tensor) -> Tensor
 
 
 def _offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
-    given: object = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    given: object = tolist(offsets) if isinstance(offsets, Tensor) else offsets
     numbers: list[object] = list(given) if isinstance(given, list | tuple) else []
     whole = [x for x in numbers if isinstance(x, int)]
     rising = len(whole) == len(numbers) >= 2 and all(a <= b for a, b in pairwise(whole))

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -22,6 +22,7 @@ from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
 from cumulant.core.progress import Progress
+from cumulant.core.typed import functions
 from cumulant.derivatives import DerivativeReport, check_derivatives
 from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
 from cumulant.kernels.engines import engines
@@ -137,7 +138,7 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
     finally:
         sys.path.remove("")
     if shapes:
-        torch.manual_seed(seed)
+        functions.manual_seed(seed)
         return found, tuple(torch.randn(_shape(s), dtype=torch.float64) for s in shapes)
     try:
         made = found()
@@ -148,9 +149,11 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
         ) from None
     except Exception as error:
         raise InputError(f"{name}() failed with {type(error).__name__}: {error}") from None
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise InputError(f"{name}() must return (f, inputs); it returned {type(made).__name__}.")
-    return made
+    pair = cast(tuple[Any, ...], made) if isinstance(made, tuple) else ()
+    if not (len(pair) == 2 and callable(pair[0])):
+        kind = type(cast(object, made)).__name__
+        raise InputError(f"{name}() must return (f, inputs); it returned {kind}.")
+    return pair
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
     chosen = None
     if columns is not None:
         try:
-            chosen = [x.strip() for x in next(csv.reader([columns]), [])]
+            chosen = [x.strip() for x in next(csv.reader([columns]), list[str]())]
         except csv.Error as error:
             raise InputError(f"--columns must be names separated by commas: {error}.") from None
     found = read_series(series, chosen)

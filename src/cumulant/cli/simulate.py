@@ -19,6 +19,7 @@ from cumulant.cli.progress import Shown
 from cumulant.core.checks import generator_of, real
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination
+from cumulant.core.typed import tolist
 from cumulant.dynamics.initial import STARTS
 
 Start = Tensor | dynamics.Trajectory
@@ -271,10 +272,10 @@ def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distan
     final = run.final.reshape(-1, *run.final.shape[-2:])[0]
     groups = int(dynamics.clusters(final, distance=distance).count)
     blown = float(run.blow_up_time.min())
-    observed = {n: x.reshape(len(x), -1)[:, 0].tolist() for n, x in run.observables.items()}
+    observed = {n: tolist(x.reshape(len(x), -1)[:, 0]) for n, x in run.observables.items()}
     if as_json:
         report: dict[str, Any] = {
-            "times": run.times.tolist(),
+            "times": tolist(run.times),
             "observables": observed,
             "clusters": groups,
             "blow_up_time": blown if math.isfinite(blown) else None,

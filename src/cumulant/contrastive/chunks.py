@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,10 +47,11 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
         )
     names: list[str] = []
     if isinstance(inputs, Mapping):
-        names = [str(n) for n in inputs]
-        tensors: list[Any] = list(inputs.values())
+        by_name = cast(Mapping[Any, Any], inputs)
+        names = [str(n) for n in by_name]
+        tensors: list[Any] = list(by_name.values())
     elif isinstance(inputs, Sequence):
-        tensors = list(inputs)
+        tensors = list(cast(Sequence[Any], inputs))
     else:
         tensors = [inputs]
     lengths = {len(x) if isinstance(x, Tensor) and x.ndim else None for x in tensors}

@@ -11,6 +11,7 @@ from cumulant.contrastive.positives import Positives
 from cumulant.core.checks import broadcasts_to, finite, holds, numbers, require
 from cumulant.core.errors import InputError
 from cumulant.core.precision import HALF, widened
+from cumulant.core.typed import linalg
 
 _KINDS = (*HALF, torch.float32, torch.float64)
 
@@ -93,13 +94,13 @@ def _check_shapes(query: Tensor, key: Tensor, queue: Tensor | None, *, empty: bo
 
 def _norm(y: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors and their norms; rescaled first where squares would leave the range of numbers."""
-    norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    norm = linalg.vector_norm(y, dim=-1, keepdim=True)
     info = torch.finfo(y.dtype)
     if holds((norm < info.max**0.5) & (norm > info.tiny**0.5 / info.eps)) is not False:
         return y, norm
     size = y.detach().abs().amax(-1, keepdim=True)
     y = y / size.masked_fill(size == 0, 1.0)
-    return y, torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return y, linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
 def _zero(name: str) -> str:

@@ -6,13 +6,14 @@ See docs/theory.md, T24.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
 
 __all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "label_rows", "positives_of"]
@@ -68,11 +69,11 @@ class Listed:
     keys: int
 
     def center(self, key: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
+        batch = functions.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
         there = self.index >= 0
         at = _expand(self.index.clamp_min(0), batch, 2).flatten(-2)[..., None]
         rows = _expand(key, batch, 2).gather(-2, at.expand(*batch, -1, key.shape[-1]))
-        rows = rows.unflatten(-2, self.index.shape[-2:])
+        rows = torch.unflatten(rows, -2, self.index.shape[-2:])
         if self.index.shape[-1] == 1:
             return rows[..., 0, :]
         return (rows * there[..., None]).sum(-2) / there.sum(-1, keepdim=True)
@@ -85,7 +86,7 @@ class Listed:
         return same.any(-2) & (index >= 0)
 
     def meets(self, mask: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(self.index.shape[:-2], mask.shape[:-2])
+        batch = functions.broadcast_shapes(self.index.shape[:-2], mask.shape[:-2])
         at = _expand(self.index, batch, 2)
         return (_expand(mask, batch, 2).gather(-1, at.clamp_min(0)) & (at >= 0)).any()
 
@@ -99,7 +100,7 @@ class _Claimed(Listed):
     """`Listed` from the other side: the keys are the anchors, and the index says whose each is."""
 
     def center(self, key: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
+        batch = functions.broadcast_shapes(key.shape[:-2], self.index.shape[:-2])
         at = _expand(self.index, batch, 2)
         there = (at >= 0)[..., None]
         rows = (_expand(key, batch, 2)[..., None, :] * there).flatten(-3, -2)
@@ -130,7 +131,7 @@ class Labeled:
         kind = key.dtype
         if self.not_self and key.device.type != "mps":
             key = key.double()
-        batch = torch.broadcast_shapes(key.shape[:-2], self.keys.shape[:-1])
+        batch = functions.broadcast_shapes(key.shape[:-2], self.keys.shape[:-1])
         key = _expand(key, batch, 2)
         classes = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
         at = _expand(self.keys, batch, 1)[..., None]
@@ -165,9 +166,11 @@ class Labeled:
         return others - self._own().long() > 0 if self.not_self else others > 0
 
     def includes(self, index: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(self.keys.shape[:-1], index.shape[:-2])
+        batch = functions.broadcast_shapes(self.keys.shape[:-1], index.shape[:-2])
         at = _expand(index.clamp_min(0), batch, 2)
-        found = _expand(self.keys, batch, 1).gather(-1, at.flatten(-2)).unflatten(-1, at.shape[-2:])
+        found = torch.unflatten(
+            _expand(self.keys, batch, 1).gather(-1, at.flatten(-2)), -1, at.shape[-2:]
+        )
         same = (found == self.anchors[..., None]) & (index >= 0)
         if self.not_self:
             own = torch.arange(at.shape[-2], device=at.device)[:, None] + self.first
@@ -194,7 +197,7 @@ class Masked:
             return {"center": (a["mask"].to(a["key"].dtype) * a["weight"]) @ a["key"]}
 
         m, n = self.mask.shape[-2:]
-        batch = torch.broadcast_shapes(key.shape[:-2], self.mask.shape[:-2])
+        batch = functions.broadcast_shapes(key.shape[:-2], self.mask.shape[:-2])
         program = Program(
             function=function,
             indices={"mask": "ij", "key": "j", "weight": "i"},
@@ -210,7 +213,7 @@ class Masked:
         return Masked(self.mask.mT)
 
     def includes(self, index: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(self.mask.shape[:-2], index.shape[:-2])
+        batch = functions.broadcast_shapes(self.mask.shape[:-2], index.shape[:-2])
         at = _expand(index, batch, 2)
         return _expand(self.mask, batch, 2).gather(-1, at.clamp_min(0)) & (at >= 0)
 
@@ -297,7 +300,9 @@ def positives_of(
 
 def label_rows(owner: str, labels: Any, query: Tensor, key: Tensor) -> list[Tensor]:
     """Labels of anchors and of keys as whole numbers ``(*batch, M)`` and ``(*batch, N)``."""
-    both = labels if isinstance(labels, tuple) else (labels, labels)
+    both: tuple[Any, ...] = (labels, labels)
+    if isinstance(labels, tuple):
+        both = cast(tuple[Any, ...], labels)
     if len(both) != 2:
         raise InputError(
             f"{owner}: labels are one tensor, or (labels of anchors, labels of keys), not a tuple "
@@ -323,7 +328,7 @@ def _by_label(
 ) -> Positives:
     rows = label_rows(owner, labels, query, key)
     m = rows[0].shape[-1]
-    batch = torch.broadcast_shapes(rows[0].shape[:-1], rows[1].shape[:-1])
+    batch = functions.broadcast_shapes(rows[0].shape[:-1], rows[1].shape[:-1])
     number = _ranked(torch.cat([x.expand(*batch, -1) for x in rows], -1))
     found = Labeled(number[..., :m], number[..., m:], not_self, first)
     _all_have(owner, found.present())

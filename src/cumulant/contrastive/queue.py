@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,10 @@ from cumulant.core.checks import holds, real, whole
 from cumulant.core.errors import InputError
 
 __all__ = ["KeyQueue", "Temperature"]
+
+
+class _Loads(Protocol):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None: ...
 
 
 class KeyQueue(nn.Module):
@@ -87,7 +91,7 @@ class KeyQueue(nn.Module):
                 f"{came} and {'' if prefix + 'pushed' in state_dict else 'no '}pushed."
             )
             return
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        cast(_Loads, super())._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Temperature(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from cumulant.core.checks import broadcasts_to, finite, numbers, require, whole
 from cumulant.core.errors import InputError
+from cumulant.core.typed import tolist
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.potential import log_normalizer
 
@@ -76,7 +77,7 @@ class AliasSampler:
 def _columns(p: Tensor) -> tuple[Tensor, Tensor]:
     """Fill n columns of height 1/n, each by one or two things (Vose, 1991)."""
     n = len(p)
-    height = (p * n).tolist()
+    height = tolist(p * n)
     share, alias = [1.0] * n, list(range(n))
     low = [i for i, h in enumerate(height) if h < 1]
     high = [i for i, h in enumerate(height) if h >= 1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cumulant.contrastive.group import ContrastiveGroup, nothing
 from cumulant.contrastive.positives import Masked, Positives
+from cumulant.core.typed import functions
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.merge import Pool, over_ranks
 from cumulant.kernels.potential import both_normalizers
@@ -68,7 +69,7 @@ def _joined(
         return second
 
     def cat(a: Tensor, b: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = functions.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (a, b)], -1)
 
     return cat(first[0], second[0]), cat(first[1], second[1])

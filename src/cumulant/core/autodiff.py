@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from cumulant.core.typed import forward_ad, functorch
 
 __all__ = ["on_tape"]
 
@@ -15,7 +14,7 @@ def on_tape(*tensors: Tensor) -> bool:
     """Whether derivatives in any of these tensors may be asked for: tape, dual or transform."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
-    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    wrapped = functorch.is_functorch_wrapped_tensor
     if any(wrapped(x) for x in tensors):
         return True
     inside = forward_ad._current_level >= 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
 from cumulant.core.checks import holds
+from cumulant.core.typed import linalg
 
 __all__ = ["StationaryLaw", "stationary_law"]
 
@@ -61,7 +62,7 @@ def _derivatives(T: Tensor, law: Tensor) -> Tensor:
     n = T.shape[-1]
     system = torch.eye(n, dtype=T.dtype, device=T.device) - T + 1
     # By the inverse: torch's solve has wrong second derivatives over forward mode.
-    found = torch.linalg.inv_ex(system)
+    found = linalg.inv_ex(system)
     good = (found.info == 0)[..., None]  # singular where pi is not unique
     step = ((1 - law[..., None, :] @ system) @ found.inverse)[..., 0, :]
     return torch.where(good, step - step.detach(), 0.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
+from cumulant.core.typed import functions, linalg
 
 __all__ = [
     "broadcast",
@@ -134,10 +135,10 @@ def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
     )
     half = (x + x.mT) / 2
     require(
-        torch.linalg.cholesky_ex(half.detach()).info == 0,
+        linalg.cholesky_ex(half.detach()).info == 0,
         lambda: (
             f"{owner}: {name} must be positive definite; its smallest eigenvalue is "
-            f"{float(torch.linalg.eigvalsh(half.detach()).min()):.3g}. Add a small multiple of "
+            f"{float(linalg.eigvalsh(half.detach()).min()):.3g}. Add a small multiple of "
             "the identity if this is rounding."
         ),
     )
@@ -167,13 +168,13 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
     least = torch.finfo(x.dtype).eps * size[..., 0]
     unit = variances.clamp_min(least).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
     correlations = P / unit[..., :, None] / unit[..., None, :]
-    lowest = torch.linalg.eigvalsh(correlations)[..., 0]
+    lowest = linalg.eigvalsh(correlations)[..., 0]
     slack = 1e3 * torch.finfo(x.dtype).eps
     require(
         (variances.amin(-1) >= 0) & (lowest >= -slack),
         lambda: (
             f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
-            f"{float(torch.linalg.eigvalsh(P).min()):.3g}, that of its correlations "
+            f"{float(linalg.eigvalsh(P).min()):.3g}, that of its correlations "
             f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
         ),
     )
@@ -207,7 +208,7 @@ def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
     (torch.Size([3, 4]), None)
     """
     try:
-        return torch.broadcast_shapes(*(torch.Size(shape) for shape in shapes))
+        return functions.broadcast_shapes(*(torch.Size(shape) for shape in shapes))
     except RuntimeError:
         return None
 

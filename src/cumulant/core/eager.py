@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import torch
+from cumulant.core.typed import compiler
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
     setattr(call, "_torchdynamo_disable", True)  # noqa: B010

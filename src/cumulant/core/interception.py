@@ -34,7 +34,7 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar, copy_context
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import nn
@@ -264,7 +264,7 @@ class _Place:
     def __init__(self, patch: _Patch) -> None:
         get_overridable_functions()  # torch lists its functions once: not with ours among them
         self.owner, self.name = patch.owner, patch.name
-        self.found = vars(patch.owner)[patch.name]
+        self.found: Any = vars(patch.owner)[patch.name]
         self.holders: tuple[_Patch, ...] = ()
         self.observers: tuple[Handler, ...] = ()
         self.ours = patch.stand_in(self)
@@ -330,7 +330,7 @@ _places: dict[tuple[Any, str], _Place] = {}  # the last of each target
 
 def _standing(owner: Any, name: str) -> _Place | None:
     """The place whose stand-in has the name now."""
-    value = vars(owner)[name]
+    value = cast(object, vars(owner)[name])
     marked = getattr(value, "_cumulant_place", None)  # wrappers copy marks: ask whose it is
     for place in (marked, _places.get((owner, name))):
         if isinstance(place, _Place) and place.ours is value:

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 import torch
-import torch.autograd.forward_ad
 from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
+from cumulant.core.typed import forward_ad, functorch
 
 __all__ = ["Lazy", "Mode", "Snapshot", "kept", "known"]
 
 _T = TypeVar("_T")
 
 # The number of nested transforms of torch.func around us; torch has no public name for it.
-_transforms: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+_transforms: Callable[[], int | None] = functorch.maybe_current_level
 
 
 class Mode(NamedTuple):
@@ -42,7 +42,7 @@ class Mode(NamedTuple):
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             transforms=_transforms() or 0,
-            dual_level=torch.autograd.forward_ad._current_level,
+            dual_level=forward_ad._current_level,
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in ("cpu", "cuda")
@@ -87,7 +87,8 @@ def _numbers(x: Any) -> Any:
         return type(cast(Any, x))(*items) if named else type(cast(Any, x))(items)
     if type(x).__module__.startswith("cumulant.") and hasattr(x, "__dict__"):
         out = copy.copy(x)
-        vars(out).update({n: _numbers(y) for n, y in vars(x).items()})
+        fields = cast(dict[str, Any], vars(x))
+        out.__dict__.update({n: _numbers(y) for n, y in fields.items()})
         return out
     return x
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from cumulant.core.checks import holds
 from cumulant.core.errors import ConvergenceError, NoSolutionError
+from cumulant.core.typed import Function
 
 __all__ = ["Code", "Diagnosis", "Outcome", "Solution"]
 
@@ -230,7 +231,7 @@ def _error(call: str, status: Outcome, result: Any, note: str) -> ConvergenceErr
     return kind(f"{call}: {status}{figures}. throw=False returns the result as it stands.", result)
 
 
-class _Checked(torch.autograd.Function):
+class _Checked(Function):
     """The identity on codes that raises where one is bad: inside vmap it sees the whole batch."""
 
     @staticmethod

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import random
 
 __all__ = ["checked_generator", "drawing_from", "generator_or"]
 
@@ -57,7 +58,7 @@ def drawing_from(
     seed, elsewhere = int(drawn), device.type != "cpu"
     devices = [device.index or 0] if elsewhere else []
     kind = device.type if elsewhere else "cuda"
-    with torch.random.fork_rng(devices, device_type=kind):
+    with random.fork_rng(devices, device_type=kind):
         torch.default_generator.manual_seed(seed)
         if elsewhere:
             torch.get_device_module(device).manual_seed(seed)

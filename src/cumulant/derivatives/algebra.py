@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant.core.typed import linalg
 from cumulant.derivatives.composites import transformed
 
 __all__ = [
@@ -28,9 +29,9 @@ __all__ = [
 ]
 
 # torch's own, which `differentiable` replaces under these names.
-_solve, _det, _slogdet = torch.linalg.solve, torch.linalg.det, torch.linalg.slogdet
+_solve, _det, _slogdet = linalg.solve, linalg.det, linalg.slogdet
 _logdet, _cholesky_inverse = torch.logdet, torch.cholesky_inverse
-_householder_product = torch.linalg.householder_product
+_householder_product = linalg.householder_product
 _linear_cross_entropy: Any = getattr(F, "linear_cross_entropy", None)  # from torch 2.13 on
 
 
@@ -61,15 +62,15 @@ def solve(a: Tensor, b: Tensor, *, left: bool = True, **options: Any) -> Tensor:
     if _as_torch(a, options):
         return _solve(a, b, left=left, **options)
     _solve(a, b, left=left)  # which says what does not fit
-    factors, pivots = torch.linalg.lu_factor(a)
+    factors, pivots = linalg.lu_factor(a)
     if b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):  # vectors, as torch says
-        return torch.linalg.lu_solve(factors, pivots, b.unsqueeze(-1), left=left).squeeze(-1)
-    return torch.linalg.lu_solve(factors, pivots, b, left=left)
+        return linalg.lu_solve(factors, pivots, b.unsqueeze(-1), left=left).squeeze(-1)
+    return linalg.lu_solve(factors, pivots, b, left=left)
 
 
 def _diagonal(a: Tensor) -> tuple[Tensor, Tensor]:
     """(the diagonal of U, the sign of the permutation) of A = P L U; a singular A is refused."""
-    factors, pivots = torch.linalg.lu_factor(a)
+    factors, pivots = linalg.lu_factor(a)
     swapped = pivots != torch.arange(1, a.shape[-1] + 1, device=a.device)
     return factors.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swapped.sum(-1) % 2)
 
@@ -110,7 +111,7 @@ def cholesky_inverse(input: Tensor, upper: bool = False, **options: Any) -> Tens
         return _cholesky_inverse(input, upper=upper, **options)
     one = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     factor = input.triu() if upper else input.tril()
-    w = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=upper)
+    w = linalg.solve_triangular(factor, one.expand_as(factor), upper=upper)
     return w @ w.mH if upper else w.mH @ w
 
 

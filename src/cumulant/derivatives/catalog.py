@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant.core.typed import functions, linalg, random, special
 from cumulant.derivatives.checking import check_derivatives
 
 __all__ = ["Case", "Verdict", "catalog", "markdown", "sweep"]
@@ -224,30 +225,30 @@ def _layers() -> Cases:
 def _algebra() -> Cases:
     a = _random(4, 4)
     spd = a @ a.mT + torch.eye(4, dtype=torch.float64)
-    factor = torch.linalg.cholesky(spd)
-    yield "linalg.inv", torch.linalg.inv, (a,)
-    yield "linalg.solve", torch.linalg.solve, (a, _random(4, 2))
-    yield "linalg.det", torch.linalg.det, (a,)
-    yield "linalg.slogdet", torch.linalg.slogdet, (a,)
-    yield "linalg.cholesky", lambda a: torch.linalg.cholesky(a @ a.mT), (a,)
+    factor = linalg.cholesky(spd)
+    yield "linalg.inv", linalg.inv, (a,)
+    yield "linalg.solve", linalg.solve, (a, _random(4, 2))
+    yield "linalg.det", linalg.det, (a,)
+    yield "linalg.slogdet", linalg.slogdet, (a,)
+    yield "linalg.cholesky", lambda a: linalg.cholesky(a @ a.mT), (a,)
     yield "cholesky_solve", lambda b, f: torch.cholesky_solve(b, f.tril()), (_random(4, 2), factor)
     yield "cholesky_inverse", lambda f: torch.cholesky_inverse(f.tril()), (factor,)
-    yield "linalg.eigvalsh", lambda a: torch.linalg.eigvalsh(a + a.mT), (a,)
-    yield "linalg.svdvals", torch.linalg.svdvals, (a,)
-    yield "linalg.qr", lambda a: torch.linalg.qr(a)[1].abs(), (a,)
+    yield "linalg.eigvalsh", lambda a: linalg.eigvalsh(a + a.mT), (a,)
+    yield "linalg.svdvals", linalg.svdvals, (a,)
+    yield "linalg.qr", lambda a: linalg.qr(a)[1].abs(), (a,)
     yield (
         "linalg.lstsq",
-        lambda a, b: torch.linalg.lstsq(a, b).solution,
+        lambda a, b: linalg.lstsq(a, b).solution,
         (_random(6, 3), _random(6, 2)),
     )
-    yield "linalg.pinv", torch.linalg.pinv, (_random(5, 3),)
-    yield "linalg.matrix_exp", torch.linalg.matrix_exp, (a,)
-    yield "linalg.vector_norm", torch.linalg.vector_norm, (a,)
-    yield "linalg.matrix_norm", torch.linalg.matrix_norm, (a,)
-    yield "linalg.householder_product", torch.linalg.householder_product, (a, _random(4))
+    yield "linalg.pinv", linalg.pinv, (_random(5, 3),)
+    yield "linalg.matrix_exp", linalg.matrix_exp, (a,)
+    yield "linalg.vector_norm", linalg.vector_norm, (a,)
+    yield "linalg.matrix_norm", linalg.matrix_norm, (a,)
+    yield "linalg.householder_product", linalg.householder_product, (a, _random(4))
     yield (
         "linalg.solve_triangular",
-        lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False),
+        lambda a, b: linalg.solve_triangular(a.tril(), b, upper=False),
         (factor, _random(4, 2)),
     )
     yield "logsumexp", partial(torch.logsumexp, dim=-1), (a,)
@@ -261,9 +262,9 @@ def _algebra() -> Cases:
     yield "sinc", torch.sinc, (a,)
     yield "lgamma", torch.lgamma, (a.abs() + 0.1,)
     yield "erfinv", torch.erfinv, (torch.tanh(a),)
-    yield "special.ndtri", torch.special.ndtri, (torch.sigmoid(a),)
-    yield "special.log_ndtr", torch.special.log_ndtr, (a,)
-    yield "special.i0e", torch.special.i0e, (a,)
+    yield "special.ndtri", special.ndtri, (torch.sigmoid(a),)
+    yield "special.log_ndtr", special.log_ndtr, (a,)
+    yield "special.i0e", special.i0e, (a,)
     yield "fft.rfft", lambda a: torch.view_as_real(torch.fft.rfft(a)), (a,)
     yield "einsum", lambda a, b: torch.einsum("ij,jk->ik", a, b), (a, _random(4, 3))
 
@@ -283,8 +284,8 @@ _GROUPS = {
 def catalog(seed: int = 0) -> Iterator[Case]:
     """All cases, the same for the same seed."""
     for group, cases in _GROUPS.items():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with random.fork_rng(devices=[]):
+            functions.manual_seed(seed)
             made = [Case(group, *case) for case in cases()]
         yield from made
 

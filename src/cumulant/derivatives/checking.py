@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import random
 from cumulant.derivatives.comparing import Options, compare
 from cumulant.derivatives.examining import find_faults
 from cumulant.derivatives.problem import pose
@@ -77,7 +77,7 @@ def check_derivatives(
     if not tolerance > 0 or not seconds > 0:
         raise InputError(f"tolerance and seconds must be positive: {tolerance!r}, {seconds!r}.")
     options = Options(order, seed, tolerance, time.monotonic() + seconds)
-    with torch.random.fork_rng():
+    with random.fork_rng():
         problem = pose(f, inputs, parameters=parameters, seed=seed)
         rows = compare(problem, options)
         faults, notes = (), list[str]()

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import functorch
 from cumulant.derivatives.differences import Difference, Line, mixed_derivative, noise_of
 from cumulant.derivatives.problem import Problem
 from cumulant.derivatives.reporting import Row, Status
@@ -121,8 +122,8 @@ def _in_time(
 def _watched(problem: Problem, seen: list[float], *x: Tensor) -> Tensor:
     """The scalar, and a note of its value, which must be the same in every mode."""
     y = plain = problem.scalar(*x)
-    while torch._C._functorch.is_functorch_wrapped_tensor(plain):  # pyright: ignore[reportAttributeAccessIssue]
-        plain = torch._C._functorch.get_unwrapped(plain)  # pyright: ignore[reportAttributeAccessIssue]
+    while functorch.is_functorch_wrapped_tensor(plain):
+        plain = functorch.get_unwrapped(plain)
     seen.append(plain.detach().item())
     return y
 

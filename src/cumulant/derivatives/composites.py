@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cumulant.core.precision import wide
+from cumulant.core.typed import Function, forward_ad
 
 __all__ = ["batch_norm", "instance_norm", "layer_norm", "rms_norm", "transformed"]
 
@@ -34,7 +34,7 @@ _layer_norm, _batch_norm, _instance_norm = torch.layer_norm, torch.batch_norm, t
 _rms_norm = torch.rms_norm
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(Function):
     """A fused operator whose derivatives beyond the first are those of a formula.
 
     The operator runs again in backward, which costs less than the first gradient and keeps

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, linalg
 from cumulant.derivatives.differences import Line
 from cumulant.derivatives.words import Tensors
 
@@ -201,7 +202,9 @@ def pose(
     left_out = sum(int((~y.isfinite()).sum()) for y in first)
     if left_out == terms.numel():
         raise InputError(f"{_name(f)} returned no finite number at these inputs; check the inputs.")
-    return Problem(outputs, point, values, weights, float(terms.norm()), left_out, tuple(opaque))
+    return Problem(
+        outputs, point, values, weights, float(linalg.vector_norm(terms)), left_out, tuple(opaque)
+    )
 
 
 def _pure(
@@ -238,7 +241,7 @@ def _pure(
         for i, x in zip(moving, copies, strict=False):
             filled[i] = x
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        torch.manual_seed(seed)
+        functions.manual_seed(seed)
         if not isinstance(f, nn.Module):
             return f(*args, **kwargs)
         held = dict(zip(state, copies[len(moving) :], strict=True))

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import forward_ad
 
 __all__ = [
     "Fact",

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
+from cumulant.core.typed import Function
 from cumulant.distributed.facts import Facts, describe, grad_mode, shape_of
 from cumulant.distributed.ranks import Group, Ranks
 
@@ -34,7 +34,7 @@ _ADJOINT = {"total": "spread", "spread": "total", "gather": "scatter", "scatter"
 Rows = tuple[int, ...]
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """One of the four maps; its derivatives are the same map and its adjoint."""
 
     @staticmethod
@@ -69,7 +69,7 @@ def _apply(ranks: Ranks, name: str, rows: Rows, x: Tensor) -> Tensor:
     return _Linear.apply(ranks, name, rows, x)
 
 
-class _Largest(torch.autograd.Function):
+class _Largest(Function):
     """The maximum over ranks as a constant."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cumulant.core.eager import eager
 from cumulant.core.errors import GroupError, InputError
+from cumulant.core.typed import tolist
 from cumulant.distributed.facts import Facts, digest, told
 
 __all__ = ["Group", "Ranks", "Traffic", "launched", "traffic"]
@@ -34,6 +35,20 @@ Group = Any
 
 # torch 2.13 renamed it; builds without torch.distributed do not have it.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
+
+class _Calls(Protocol):
+    """What `Ranks` calls in `torch.distributed`, which has no types there."""
+
+    def all_reduce(self, tensor: Tensor, op: Any, *, group: Any) -> object: ...
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], /, *, group: Any
+    ) -> object: ...
+    def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None: ...
+    def new_group(self, *, timeout: timedelta) -> Any: ...
+
+
+_calls: _Calls = dist
 
 # Seconds within which processes that were started together must find each other.
 MEETING = 600.0
@@ -197,7 +212,7 @@ class Ranks:
             return x.clone()
         out = x.contiguous().clone()
         with self._talking(what, 2 * (self.size - 1) / self.size * _size_of(out)):
-            dist.all_reduce(out, how, group=self.group)
+            _calls.all_reduce(out, how, group=self.group)
         return out
 
     def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -229,8 +244,8 @@ class Ranks:
         out = sent.new_empty(self.size * own, *sent.shape[1:])
         row = _size_of(sent[:1]) if len(sent) else 0
         with self._talking("a sum of rows", (sum(rows) - own) * row):
-            dist.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
-        return out.unflatten(0, (self.size, own)).sum(0).movedim(0, -2)
+            _calls.all_to_all_single(out, sent, [own] * self.size, list(rows), group=self.group)
+        return torch.unflatten(out, 0, (self.size, own)).sum(0).movedim(0, -2)
 
     def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
         """Send to the next rank and receive from the one before, which has so many rows.
@@ -305,7 +320,7 @@ class Ranks:
         table = row.new_empty(self.size * COMPARED)
         with self._talking(f"{what}: comparing input", (self.size - 1) * _size_of(row)):
             _all_gather(table, row, group=self.group)
-        return table.reshape(self.size, COMPARED).tolist()
+        return tolist(table.reshape(self.size, COMPARED))
 
     def _stopped(self, what: str, error: Exception | None) -> NoReturn:
         """Some rank has refused its input: each says its own error, or whose it was."""
@@ -360,7 +375,7 @@ class Ranks:
             return [given]
         out: list[Any] = [None] * self.size
         with self._talking("exchanging facts"):
-            dist.all_gather_object(out, given, group=self.group)
+            _calls.all_gather_object(out, given, group=self.group)
         return out
 
 
@@ -399,7 +414,7 @@ def launched(timeout: float = 600.0) -> Generator[Ranks]:
             "restarts them itself, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 must be in its environment."
         ) from error
     patient = timedelta(seconds=timeout)
-    group = dist.new_group(timeout=patient) if timeout > MEETING else None
+    group = _calls.new_group(timeout=patient) if timeout > MEETING else None
     try:
         yield Ranks(group)
     finally:

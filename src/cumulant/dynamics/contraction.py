@@ -15,6 +15,7 @@ from torch import Tensor
 from cumulant.core.checks import holds, real, require
 from cumulant.core.errors import InputError
 from cumulant.core.precision import wide
+from cumulant.core.typed import linalg
 from cumulant.dynamics.shape import size_of
 
 __all__ = ["Contraction", "LayerNorm", "RMSNorm", "Sphere", "Whiten", "contract"]
@@ -121,11 +122,11 @@ def inverse_root(S: Tensor) -> Tensor:
     """
     d = S.shape[-1]
     require(S.isfinite(), lambda: "Whiten: the points are not finite; the cloud has overflowed.")
-    size = torch.linalg.matrix_norm(S.detach(), keepdim=True)
+    size = linalg.matrix_norm(S.detach(), keepdim=True)
     size = size.where(size > 0, 1.0)
     one = torch.eye(d, dtype=S.dtype, device=S.device)
     tolerance = 8 * d * torch.finfo(S.dtype).eps
-    low = torch.linalg.eigvalsh(S.detach() / size)[..., 0]
+    low = linalg.eigvalsh(S.detach() / size)[..., 0]
     require(
         low > tolerance,
         lambda: (
@@ -167,7 +168,7 @@ def _unit(x: Tensor, owner: str, where: str, noise: float = 0.0) -> Tensor:
         ),
     )
     y = x / size
-    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return y / linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
 def _affine(owner: str, y: Tensor, gain: Any, bias: Any) -> Tensor:

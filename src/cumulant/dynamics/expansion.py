@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.dynamics.cloud_checks import levels_of, some_points
 from cumulant.dynamics.krylov import largest_singular_value
 from cumulant.dynamics.shape import rows_at_once, size_of
@@ -89,7 +90,7 @@ def expansion(
     i, j = i.to(x.device), j.to(x.device)
     size = size_of(x)  # lengths in units of it do not overflow
     lengths = [
-        torch.linalg.vector_norm(z[..., i, :] - z[..., j, :], dim=-1) for z in (x / size, y / size)
+        linalg.vector_norm(z[..., i, :] - z[..., j, :], dim=-1) for z in (x / size, y / size)
     ]
     apart = lengths[0] > 0
     if not bool(apart.any(-1).all()):
@@ -220,9 +221,9 @@ def expansion_bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) ->
     tau = abs(real("expansion_bounds", "step_size", step_size))
     n = points.shape[-2]
     farthest = points.new_zeros(points.shape[:-2])
-    for piece in points.split(rows_at_once(points), -2):
+    for piece in torch.split(points, rows_at_once(points), -2):
         gaps = torch.cdist(piece, points, compute_mode="donot_use_mm_for_euclid_dist")
         farthest = torch.maximum(farthest, gaps.amax((-2, -1)))
-    radius = torch.linalg.vector_norm(points, dim=-1).amax(-1).square()
+    radius = linalg.vector_norm(points, dim=-1).amax(-1).square()
     joint = 1 + tau * (beta * radius * (1 + n**0.5) + n**0.5)
     return ExpansionBounds((1 + tau * beta * farthest.square() / 4).to(kind), joint.to(kind))

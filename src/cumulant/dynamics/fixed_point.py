@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.precision import HALF
+from cumulant.core.typed import functorch, linalg
 from cumulant.dynamics.implicit import attach
 from cumulant.dynamics.krylov import Spectrum, leading_eigenvalue
 from cumulant.dynamics.solvers import SOLVERS, Solver
@@ -72,7 +73,7 @@ class _Rows:
             )
         if y.is_complex():
             raise InputError(f"{self._call}: f must return real numbers, but returned {y.dtype}.")
-        if cast(Any, torch._C)._functorch.is_batchedtensor(y):
+        if functorch.is_batchedtensor(y):
             raise InputError(
                 f"{self._call} does not work inside torch.func.vmap: its rounds depend on the "
                 "values. Put the problems into leading dimensions and use batch_dims."
@@ -149,7 +150,7 @@ def _diagnose(f: Map, run: _Run, damping: float) -> Tensor:
     x, sizes, moved = run.x, list[Tensor](), list[Tensor]()
     for _ in range(9):
         g = f(x) - x
-        sizes.append(torch.linalg.vector_norm(g, dim=-1))
+        sizes.append(linalg.vector_norm(g, dim=-1))
         x = x + damping * g
         moved.append((x - run.x).abs().amax(-1))
     change = torch.stack(sizes).diff(dim=0) / sizes[0]

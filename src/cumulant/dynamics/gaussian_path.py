@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, real, semi_definite, whole
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg, tolist
 from cumulant.dynamics.ode import integrate
 from cumulant.dynamics.simulate import ascending
 
@@ -56,7 +57,7 @@ class GaussianPath:
         """Eigenvalues of the covariance above 1e-6 of the largest, ``(T, *batch)``; -1 after the
         blow-up."""
         sure = self.covariance.nan_to_num(0.0, 0.0, 0.0)
-        values = torch.linalg.eigvalsh(sure)
+        values = linalg.eigvalsh(sure)
         counted = (values > 1e-6 * values[..., -1:].clamp_min(0.0)).sum(-1)
         return torch.where(self.covariance.isinf().any(-1).any(-1), -1, counted)
 
@@ -228,7 +229,7 @@ def gaussian_flow(
     if not torch.equal(law.V, law.V[..., :1, :1] * one):
         return _integrated(law, wanted)
     closed = _Closed(law)
-    alive = [t for t in wanted.tolist() if t < float(closed.blow_up_time.max())]
+    alive = [t for t in tolist(wanted) if t < float(closed.blow_up_time.max())]
     if torch.equal(law.A, law.A.mT):
         means = [closed.mean(t) for t in alive]
     else:
@@ -241,13 +242,13 @@ class _Closed:
     """The solution for V = c I: the eigenvalues of c L'(A + A')L, where S0 = L L'."""
 
     def __init__(self, law: _Law) -> None:
-        values, vectors = torch.linalg.eigh(law.covariance)
+        values, vectors = linalg.eigh(law.covariance)
         self.L = vectors * values.clamp_min(0.0).sqrt()[..., None, :]
         self.V = law.V[..., 0, 0]  # values c I are values I with scores c A, but for m' = c m + ...
         self.A = law.V @ law.A
         self.S = self.A + self.A.mT
         self.start = law.mean
-        self.rates, Q = torch.linalg.eigh(self.L.mT @ self.S @ self.L)
+        self.rates, Q = linalg.eigh(self.L.mT @ self.S @ self.L)
         self.LQ = self.L @ Q
         top = self.rates[..., -1]
         tiny = 1e-14 * law.covariance.abs().amax((-2, -1)) * self.S.abs().amax((-2, -1))
@@ -362,7 +363,7 @@ def _integrated(law: _Law, times: Tensor) -> GaussianPath:
             left = S.abs().amax((-2, -1)) / pace
             blow_up = torch.where(fresh, found + left.where(left < 1e-3 * found, 0.0), blow_up)
         moments.append((out.time, m, (S + S.mT) / 2))
-    asked = set(times.tolist())
+    asked = set(tolist(times))
     return _path(law, [x for x in moments if x[0] in asked], blow_up)
 
 

@@ -21,6 +21,7 @@ from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import checked_generator
 from cumulant.core.renamed import renamed
+from cumulant.core.typed import linalg, tolist
 from cumulant.dynamics.cloud_checks import levels_of, some_points
 from cumulant.dynamics.shape import size_of
 
@@ -49,7 +50,7 @@ def _standardized(x: Tensor) -> Tensor:
     away = away - away.mean(-2, keepdim=True)
     away = away / size_of(away)
     covariance = away.mT @ away / x.shape[-2]
-    factor, info = torch.linalg.cholesky_ex(covariance)
+    factor, info = linalg.cholesky_ex(covariance)
     pivots = factor.diagonal(dim1=-2, dim2=-1)
     flat = (info != 0) | ~(pivots.square() > 1e-12 * covariance.diagonal(dim1=-2, dim2=-1)).all(-1)
     if bool(flat.any()):
@@ -58,7 +59,7 @@ def _standardized(x: Tensor) -> Tensor:
             "covariance is singular), so they have no density to test. Test a projection, or "
             "see participation_ratio."
         )
-    return torch.linalg.solve_triangular(factor, away.mT, upper=False).mT
+    return linalg.solve_triangular(factor, away.mT, upper=False).mT
 
 
 def _over_pairs(x: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -107,7 +108,7 @@ def distance_to_normal(squares: Tensor, d: int) -> Tensor:
     top = math.log(d + float(squares.max()) + 1)
     u = torch.arange(-76 - 2 * top, 76, h, dtype=squares.dtype, device=squares.device)
     total = torch.zeros_like(squares)
-    for t in u.exp().tolist():
+    for t in tolist(u.exp()):
         log_phi = -0.5 * d * math.log1p(2 * t) - t / (1 + 2 * t) * squares
         total = total - torch.expm1(log_phi) * (h / math.sqrt(t))
     return total / (2 * math.sqrt(math.pi))
@@ -203,7 +204,7 @@ def gaussianity(
     wide: Any = points.dtype if points.device.type == "mps" else torch.float64
     flat = points.to(wide).reshape(-1, n, d)
     at_once = max(1, 2**21 // (n * max(n, d)))
-    parts = [STATISTICS[statistic](_standardized(some)) for some in flat.split(at_once)]
+    parts = [STATISTICS[statistic](_standardized(some)) for some in torch.split(flat, at_once)]
     value = torch.cat(parts).reshape(points.shape[:-2])
     random = checked_generator("gaussianity", generator)
     law = statistic, n, d, draws

@@ -12,6 +12,7 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.dynamics.cloud_checks import cloud
 from cumulant.measures.gaussian import inverse
 from cumulant.measures.measure import Measure
@@ -49,7 +50,7 @@ class Alternation:
 def _linear(measure: Measure) -> tuple[Tensor, Tensor]:
     """The link of the Gaussian with the measure's own moments: eta = S^(-1) (mu - m) (T29)."""
     mean, covariance = measure.moments()
-    if int(torch.linalg.inv_ex(covariance.detach()).info.max()) != 0:
+    if int(linalg.inv_ex(covariance.detach()).info.max()) != 0:
         raise InputError(
             "alternate: the linear link needs a measure that fills its space, but its covariance "
             "is singular."

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cumulant.core.autodiff import on_tape
 from cumulant.core.checks import holds
 from cumulant.core.errors import ConvergenceError, InputError
+from cumulant.core.typed import Function, forward_ad, functorch, linalg
 from cumulant.dynamics.krylov import gmres
 from cumulant.measures.calculus import jacobian
 
@@ -53,7 +53,7 @@ class _Resolvent:
         and solving for that would triple the work. Where the pass itself is to be differentiated
         all rows stay: what is zero in value is not in its derivatives.
         """
-        sizes = torch.linalg.vector_norm(b.detach(), dim=-1)
+        sizes = linalg.vector_norm(b.detach(), dim=-1)
         current = cast(Any, torch._C)._current_graph_task_id()
         self._seen[place] = (current, sizes)
         last, later = self._seen.get(place + 1, (-1, sizes))
@@ -72,7 +72,7 @@ class _Resolvent:
             def operator(v: Tensor) -> Tensor:
                 return (v - (pull(v)[0] if transposed else self._moved(v))).detach()
 
-            sizes = torch.linalg.vector_norm(b, dim=-1)
+            sizes = linalg.vector_norm(b, dim=-1)
             goal = 100 * torch.finfo(b.dtype).eps * sizes
             found = gmres(operator, b, goal)
             lost = found.residual > 1e4 * goal
@@ -97,7 +97,7 @@ class _Resolvent:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-class _Solve(torch.autograd.Function):
+class _Solve(Function):
     """M b, or M' b: linear in b."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Solve(torch.autograd.Function):
         return _each(_Solve, b, in_dims[0], resolvent, transposed)
 
 
-class _Correction(torch.autograd.Function):
+class _Correction(Function):
     """Zero in value, M in every derivative."""
 
     @staticmethod
@@ -160,7 +160,7 @@ def _each(function: Any, x: Tensor, dim: int | None, *rest: Any) -> Any:
 def _transformed(x: Tensor) -> bool:
     """Whether torch.func or forward mode is at work. Then what f closes over belongs to levels that
     an autograd Function leaves on entry, so no product with J can be formed inside one."""
-    wrapped = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor
+    wrapped = functorch.is_functorch_wrapped_tensor
     return wrapped(x) or forward_ad._current_level >= 0
 
 
@@ -189,10 +189,10 @@ def _dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor, int], 
         )
     J = jacobian(f, x).mT
     one = torch.eye(n, dtype=x.dtype, device=x.device)
-    singular = torch.linalg.inv_ex((one - J).detach()).info != 0
+    singular = linalg.inv_ex((one - J).detach()).info != 0
     if holds(~singular) is False:
         raise ConvergenceError(_SINGULAR.format("It is singular"))
-    M = torch.linalg.inv(one - J).detach()
+    M = linalg.inv(one - J).detach()
 
     def correct(r: Tensor, _: int) -> Tensor:
         return (M @ (r - r.detach())[..., None])[..., 0]

@@ -12,6 +12,7 @@ from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import checked_generator
 from cumulant.core.renamed import renamed
+from cumulant.core.typed import linalg
 
 __all__ = ["STARTS", "initial_cloud"]
 
@@ -48,7 +49,7 @@ def _orthonormal(n: int, d: int, generator: Random) -> Tensor:
     """The first n unit vectors of a random orthonormal basis: all angles equal."""
     if n > d:
         raise InputError(f"initial_cloud: at most d = {d} vectors can be orthonormal, but N = {n}.")
-    return torch.linalg.qr(_gaussian(d, n, generator)).Q.mT.contiguous()
+    return linalg.qr(_gaussian(d, n, generator)).Q.mT.contiguous()
 
 
 STARTS: dict[str, Callable[[int, int, Random], Tensor]] = {

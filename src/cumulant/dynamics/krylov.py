@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import linalg
+
 __all__ = ["Krylov", "Spectrum", "Stretch", "gmres", "largest_singular_value", "leading_eigenvalue"]
 
 # Maps (B, n) to (B, n), each row by its own matrix.
@@ -27,7 +29,7 @@ class Krylov:
 
     def __init__(self, operator: Operator, start: Tensor) -> None:
         self._operator = operator
-        length = torch.linalg.vector_norm(start, dim=-1, keepdim=True)
+        length = linalg.vector_norm(start, dim=-1, keepdim=True)
         self.basis = [start / length.where(length > 0, 1.0)]
         self._columns: list[Tensor] = []
 
@@ -48,7 +50,7 @@ def _extend(basis: list[Tensor], w: Tensor) -> Tensor:
 
     What is no more than rounding is not new.
     """
-    scale = torch.linalg.vector_norm(w, dim=-1)
+    scale = linalg.vector_norm(w, dim=-1)
     column = w.new_zeros(len(w), len(basis))
     if basis:
         V = torch.stack(basis, 1)
@@ -56,7 +58,7 @@ def _extend(basis: list[Tensor], w: Tensor) -> Tensor:
             part = (V @ w[..., None])[..., 0]
             w = w - (part[:, None] @ V)[:, 0]
             column = column + part
-    fresh = torch.linalg.vector_norm(w, dim=-1)
+    fresh = linalg.vector_norm(w, dim=-1)
     fresh = torch.where(fresh > 10 * torch.finfo(w.dtype).eps * scale, fresh, 0.0)
     basis.append(torch.where(fresh[:, None] > 0, w / fresh[:, None], 0.0))
     return torch.cat([column, fresh[:, None]], -1)
@@ -81,11 +83,11 @@ def gmres(
 ) -> Solution:
     """Solve A x = b, row by row, to a residual norm of at most `tolerance` ``(B,)``."""
     x = torch.zeros_like(b)
-    residual = torch.linalg.vector_norm(b, dim=-1)
+    residual = linalg.vector_norm(b, dim=-1)
     products, r = 0, b
     while products < limit and bool((residual > tolerance).any()):
         space = Krylov(operator, r)
-        length = torch.linalg.vector_norm(r, dim=-1)
+        length = linalg.vector_norm(r, dim=-1)
         y = b.new_zeros(len(b), 0)
         for _ in range(min(restart, limit - products, b.shape[-1])):
             space.grow()
@@ -94,13 +96,13 @@ def gmres(
             target = torch.zeros_like(H[..., 0])
             target[:, 0] = length
             y = least_squares(H, target)
-            left = torch.linalg.vector_norm(target - (H @ y[..., None])[..., 0], dim=-1)
+            left = linalg.vector_norm(target - (H @ y[..., None])[..., 0], dim=-1)
             if bool((left <= tolerance).all()):
                 break
         x = x + (y[:, None] @ torch.stack(space.basis[:-1], 1))[:, 0]
         r = b - operator(x)
         products += 1
-        before, residual = residual, torch.linalg.vector_norm(r, dim=-1)
+        before, residual = residual, linalg.vector_norm(r, dim=-1)
         if not bool((residual < 0.9 * before)[residual > tolerance].any()):
             break  # a restart that brings nothing will bring nothing again
     return Solution(x, residual, products)
@@ -108,7 +110,7 @@ def gmres(
 
 def least_squares(H: Tensor, target: Tensor) -> Tensor:
     """The shortest y with H y closest to the target; H may have zero columns."""
-    U, s, Vh = torch.linalg.svd(H, full_matrices=False)
+    U, s, Vh = linalg.svd(H, full_matrices=False)
     keep = s > 1e3 * torch.finfo(s.dtype).eps * s[:, :1]
     part = (U.mT @ target[..., None])[..., 0]
     return (Vh.mT @ torch.where(keep, part / s, 0.0)[..., None])[..., 0]
@@ -134,7 +136,7 @@ def leading_eigenvalue(operator: Operator, start: Tensor, *, tol: float, limit: 
         if m < size and m % 5 and bool((fresh > 0).any()):
             continue
         H = space.hessenberg
-        values, vectors = torch.linalg.eig(H[:, :-1])
+        values, vectors = linalg.eig(H[:, :-1])
         first = values.abs().argmax(-1, keepdim=True)
         last = vectors[:, -1].gather(-1, first)[:, 0].abs()
         value = values.gather(-1, first)[:, 0]
@@ -186,7 +188,7 @@ def largest_singular_value(
             beta = _precise(_extend(right, pull(left[-1]))[:, -1])
             log_moment = log_moment + columns[-1][:, -1].log() + beta.log()
             steps += 1
-        found = torch.linalg.svdvals(_side_by_side(columns))
+        found = linalg.svdvals(_side_by_side(columns))
         value, upper = found[:, 0], _upper(found, log_moment, start.shape[-1])
     return Stretch(value, upper, steps)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg, tolist
 from cumulant.figures import (
     MUTED,
     cycle,
@@ -55,14 +56,14 @@ class View:
             pooled = x.reshape(-1, x.shape[-1])
             pooled = pooled / pooled.abs().max().clamp_min(1e-300)
             pooled = pooled - pooled.mean(0)
-            values, vectors = torch.linalg.eigh(pooled.mT @ pooled)
+            values, vectors = linalg.eigh(pooled.mT @ pooled)
             share = float(values[-2:].sum() / values.sum().clamp_min(1e-300))
             x = x @ vectors[:, [-1, -2]]
             self.labels = ["first axis", "second axis"]
             axes = f"two principal axes of all states, {share:.0%} of the variance"
             self.note = "; ".join(filter(None, [axes, self.note]))
         self.points = x.numpy()
-        self.times = run.times.tolist()
+        self.times = tolist(run.times)
         self.dimension = self.points.shape[-1]
         # Color follows a point through time: its angle (or place) at the start.
         first = self.points[0] - self.points[0].mean(0)

@@ -188,7 +188,7 @@ def cloud_entropy(x: Tensor, *, neighbors: int = 3) -> Tensor:
     size = size_of(_centred(points / size_of(points))) * size_of(points)
     scaled = _centred(points.double() / size.double())
     radii: list[Tensor] = []
-    for piece in scaled.split(rows_at_once(scaled), -2):
+    for piece in torch.split(scaled, rows_at_once(scaled), -2):
         gaps = torch.cdist(piece, scaled, compute_mode="donot_use_mm_for_euclid_dist")
         radii.append(gaps.kthvalue(neighbors + 1, -1).values)  # the nearest is the point itself
     log_ball = 0.5 * d * math.log(math.pi) - math.lgamma(0.5 * d + 1)

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import linalg
+
 __all__ = ["SOLVERS", "Anderson", "Broyden", "Damped", "Solver"]
 
 
@@ -50,7 +52,7 @@ class Anderson:
 
     def propose(self, x: Tensor, g: Tensor) -> Tensor:
         if self._last is not None:
-            size, before = (torch.linalg.vector_norm(r, dim=-1) for r in (g, self._last.g))
+            size, before = (linalg.vector_norm(r, dim=-1) for r in (g, self._last.g))
             calm = (size < before)[:, None]  # otherwise the past misleads: forget it
             self._steps = [s * calm for s in self._steps] + [(x - self._last.x) * calm]
             self._changes = [c * calm for c in self._changes] + [(g - self._last.g) * calm]
@@ -60,7 +62,7 @@ class Anderson:
         if not self._steps:
             return plain
         steps, changes = torch.stack(self._steps, -1), torch.stack(self._changes, -1)
-        length = torch.linalg.vector_norm(changes, dim=-2, keepdim=True)
+        length = linalg.vector_norm(changes, dim=-2, keepdim=True)
         length = length.where(length > 0, 1.0)
         S, Y = (
             steps / length,
@@ -68,7 +70,7 @@ class Anderson:
         )  # columns of unit length: the regularization is relative
         m = Y.shape[-1]
         ridge = 100 * torch.finfo(x.dtype).eps * torch.eye(m, dtype=x.dtype, device=x.device)
-        c = torch.linalg.solve(Y.mT @ Y + ridge, Y.mT @ g[..., None])
+        c = linalg.solve(Y.mT @ Y + ridge, Y.mT @ g[..., None])
         return plain - ((S + self._damping * Y) @ c)[..., 0]
 
 
@@ -107,7 +109,7 @@ class Broyden:
             s, y = x - self._last.x, g - self._last.g
             mapped, back = self._times(y), self._transposed(s)
             slope = (s * mapped).sum(-1, keepdim=True)
-            size = torch.linalg.vector_norm(s, dim=-1, keepdim=True).square()
+            size = linalg.vector_norm(s, dim=-1, keepdim=True).square()
             usable = slope.abs() > 1e-8 * size
             self._left.append(torch.where(usable, (s - mapped) / slope, 0.0))
             self._right.append(back)

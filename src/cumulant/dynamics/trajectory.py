@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from cumulant.core.files import destination, interrupts_held, whole_file
 from cumulant.core.journal import Journal
 from cumulant.core.lock import locked
 from cumulant.core.progress import Progress, ProgressCallback
+from cumulant.core.typed import functions
 from cumulant.dynamics import shape
 
 if TYPE_CHECKING:
@@ -114,16 +115,16 @@ class Trajectory:
                 about = json.loads(str(file["format"]))
                 kinds: dict[str, str] = about["dtypes"]
                 arrays = {
-                    n: torch.from_numpy(file[n]).to(getattr(torch, k)) for n, k in kinds.items()
+                    n: functions.from_numpy(file[n]).to(getattr(torch, k)) for n, k in kinds.items()
                 }
             seen = {n.removeprefix("observable "): x for n, x in arrays.items() if " " in n}
             times, states, blown = (arrays[n] for n in ("times", "states", "blow_up_time"))
-            settings = about["settings"]
+            settings: Any = about["settings"]
             fits = states.ndim >= 3 and times.shape == states.shape[:1] and len(times) > 0
             fits &= blown.shape == states.shape[1:-2] and isinstance(settings, dict)
             if not fits or any(x.shape != states.shape[:-2] for x in seen.values()):
                 raise ValueError("its parts do not fit together")
-            return Trajectory(times, states, seen, blown, settings)
+            return Trajectory(times, states, seen, blown, cast(dict[str, Any], settings))
         except FileNotFoundError:
             raise InputError(f"load: there is no file {path}.") from None
         except Exception as error:  # whatever a file that is something else can raise

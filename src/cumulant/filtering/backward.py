@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
+from cumulant.core.typed import linalg
 from cumulant.filtering import moments
 from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.moments import symmetric, times
@@ -115,12 +116,12 @@ def backward(post: Posterior) -> Iterator[tuple[Pair, Belief]]:
         across = tuple(x.transpose(lead, lead + 1) for x in pair.before)
         mean, covariance = moments.collapse(pair.log_weights.mT, *across)
         away = pair.before[0] - mean.transpose(lead, lead + 1)
-        root = collapsed(pair.log_weights, away, columns).unflatten(lead, shape)
+        root = torch.unflatten(collapsed(pair.log_weights, away, columns), lead, shape)
         belief = Belief(
-            pair.log_weights.logsumexp(-1).unflatten(-1, shape),
+            torch.unflatten(pair.log_weights.logsumexp(-1), -1, shape),
             (
-                mean.squeeze(lead).unflatten(lead, shape),
-                symmetric(covariance.squeeze(lead).unflatten(lead, shape)),
+                torch.unflatten(mean.squeeze(lead), lead, shape),
+                symmetric(torch.unflatten(covariance.squeeze(lead), lead, shape)),
             ),
         )
         yield pair, belief
@@ -151,7 +152,7 @@ def _pair(gains: _Gains, later: Belief, root: Tensor) -> tuple[Pair, Tensor]:
     else:
         after = _After(*gains.after)
         log_weight, mean, covariance, root = _informed(after, later.message, root, repeat)
-    log_weight = (gains.log_conditional + log_weight).unflatten(-2, (old, kept))
+    log_weight = torch.unflatten(gains.log_conditional + log_weight, -2, (old, kept))
     log_weight = log_weight - log_weight.logsumexp(-3, keepdim=True)
     J = gains.gain
     before = gains.mean + (J @ (mean - gains.predicted)[..., None])[..., 0]
@@ -186,8 +187,8 @@ def _informed(
     d = X @ (after.mean - repeat(after.filtered_mean))[..., None]
     eye = moments.identity(own.shape[-1], own.dtype, own.device)
     A = eye + N @ (S - unit)
-    found = torch.linalg.inv_ex(A)
-    sign, size = torch.linalg.slogdet(A)
+    found = linalg.inv_ex(A)
+    sign, size = linalg.slogdet(A)
     fine = (found.info == 0) & (sign > 0) & size.isfinite()
     back = torch.where(fine[..., None, None], found.inverse, eye)
     N_own = symmetric(back @ N)
@@ -225,7 +226,7 @@ def _split(X: Tensor, smoothed: Tensor, root: Tensor, void: Tensor) -> _Split:
     grow without bound on messages that are wider still; so the widening is carried over as it is.
     """
     # Void coordinates count as unchanged.
-    V, sizes, _ = torch.linalg.svd(
+    V, sizes, _ = linalg.svd(
         torch.cat([X.detach() @ root, torch.diag_embed(void)], -1), full_matrices=False
     )
     rest = sizes.square()
@@ -311,7 +312,7 @@ def _gains(bank: GaussianBank, belief: Belief, following: Belief, unit: Tensor) 
     seen = update(emission.matrix, frame_of(emission.noise).root, later.root, bank.seen)
     observed = moments.observe(emission, *message, bank.value, bank.seen, seen)
     grouped = joint + observed.log_likelihood
-    grouped = grouped.unflatten(-2, (-1, following.log_weights.shape[-2]))
+    grouped = torch.unflatten(grouped, -2, (-1, following.log_weights.shape[-2]))
     log_conditional = (grouped - grouped.logsumexp(-3, keepdim=True)).flatten(-3, -2)
     after: tuple[Tensor, ...] = ()
     if log_conditional.shape[-2] > following.log_weights.shape[-2]:

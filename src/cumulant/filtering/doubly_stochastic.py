@@ -12,6 +12,7 @@ from cumulant.attention.inputs import prepare
 from cumulant.core.checks import holds, numbers, real, require, whole
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Outcome, Solution
+from cumulant.core.typed import linalg
 from cumulant.filtering.attention_imm import scores_of
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
@@ -142,7 +143,7 @@ def _newton(S: Tensor, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     # What is added to f may be taken off g in each block of P: hence the pseudoinverse.
     schur = torch.diag_embed(columns[..., 0]) - P.mT @ (P / rows)
     gap = 1 - columns + P.mT @ (1 - 1 / rows)
-    change = torch.linalg.pinv(schur, rtol=1e-13, hermitian=True) @ gap
+    change = linalg.pinv(schur, rtol=1e-13, hermitian=True) @ gap
     return f - (rows - 1 + P @ change) / rows, g + change
 
 

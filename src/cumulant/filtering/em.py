@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank
@@ -59,7 +60,10 @@ def expectation_maximization(
     changes: dict[str, Tensor] = {}
     if "transition" in free:
         M = model.modes
-        each = [p.log_weights.exp().unflatten(-2, (-1, M)).reshape(-1, M, M).sum(0) for p in pairs]
+        each = [
+            torch.unflatten(p.log_weights.exp(), -2, (-1, M)).reshape(-1, M, M).sum(0)
+            for p in pairs
+        ]
         counts = torch.stack(each).sum(0)
         total = counts.sum(-1, keepdim=True)
         old = model.parameters["transition"]
@@ -218,7 +222,7 @@ def _emission_sums(bank: GaussianBank, pairs: list[Pair]) -> _Sums:
         mask = bank.seen.to(y.dtype)
         R = emission.noise
         seen = R * (mask[..., :, None] * mask[..., None, :]) + torch.diag_embed(1 - mask)
-        F = torch.linalg.solve(seen, (R * mask[..., None, :]).mT).mT * mask[..., None, :]
+        F = linalg.solve(seen, (R * mask[..., None, :]).mT).mT * mask[..., None, :]
         eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
         K = (eye - F) @ emission.matrix
         k = ((eye - F) @ emission.offset[..., None])[..., 0] + (F @ y[..., None])[..., 0]
@@ -260,11 +264,11 @@ def _regression(
     if bool(moves.any()):
         rest = sums.rz[..., moves] - theta[..., ~moves] @ sums.zz[..., ~moves, :][..., moves]
         square = sums.zz[..., moves, :][..., moves]
-        solved = torch.linalg.lstsq(square, rest.mT).solution.mT
+        solved = linalg.lstsq(square, rest.mT).solution.mT
         theta = theta.clone()
         theta[..., moves] = solved.to(theta)
     out: dict[str, Tensor] = {}
-    for name, x in zip(names.values(), theta.split(columns, -1), strict=True):
+    for name, x in zip(names.values(), torch.split(theta, columns, -1), strict=True):
         if name in free:
             x = x[..., 0] if name.endswith("bias") else x
             out[name] = x[0] if _is_common(model, name) else x

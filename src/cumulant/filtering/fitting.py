@@ -16,6 +16,7 @@ from cumulant.core.outcome import Code, Outcome
 from cumulant.core.progress import ProgressCallback
 from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
+from cumulant.core.typed import linalg
 from cumulant.filtering.frames import PandasLike, parameter_frame
 from cumulant.filtering.kalman import inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
@@ -305,13 +306,13 @@ def _standard_errors(
     try:
         found = problem.coordinates.moved(model, order)
         vector = found.vector(model).requires_grad_()
-    except (InputError, torch.linalg.LinAlgError):  # a covariance has become singular
+    except (InputError, linalg.LinAlgError):  # a covariance has become singular
         return None
     (slope,) = torch.autograd.grad(problem.of(found.at(vector)), vector, create_graph=True)
     rows = [torch.autograd.grad(s, vector, retain_graph=True)[0] for s in slope]
     information = -torch.stack(rows)
     information = (information + information.mT) / 2
-    root, info = torch.linalg.cholesky_ex(information)
+    root, info = linalg.cholesky_ex(information)
     if int(info) != 0 or not bool(information.isfinite().all()):
         return None
     out: dict[str, Tensor] = {}
@@ -322,6 +323,6 @@ def _standard_errors(
             return found.values(v)[name].reshape(-1)
 
         jacobian: Any = torch.autograd.functional.jacobian(entries, vector.detach())
-        white = torch.linalg.solve_triangular(root, jacobian.mT, upper=False)
+        white = linalg.solve_triangular(root, jacobian.mT, upper=False)
         out[name] = white.square().sum(-2).sqrt().reshape(value.shape)
     return out

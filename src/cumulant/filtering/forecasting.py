@@ -12,6 +12,7 @@ from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
+from cumulant.core.typed import linalg
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
@@ -151,5 +152,5 @@ def sample(
 
 def _root(covariance: Tensor) -> Tensor:
     """A root of a semi-definite matrix."""
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = linalg.eigh(covariance)
     return vectors * values.clamp_min(0.0).sqrt()[..., None, :]

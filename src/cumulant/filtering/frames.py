@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import tolist
 
 if TYPE_CHECKING:
     from pandas import DataFrame as DataFrame  # pyright: ignore[reportMissingTypeStubs]
@@ -161,7 +162,7 @@ def parameter_frame(parameters: dict[str, Tensor], errors: dict[str, Tensor] | N
     for name, x in parameters.items():
         error = None if errors is None else errors.get(name)
         spread = torch.full_like(x, math.nan) if error is None else error
-        for at in torch.cartesian_prod(*map(torch.arange, x.shape)).reshape(-1, x.ndim).tolist():
+        for at in tolist(torch.cartesian_prod(*map(torch.arange, x.shape)).reshape(-1, x.ndim)):
             place = ", ".join(map(str, at))
             rows.append((name, place, float(x[tuple(at)]), float(spread[tuple(at)])))
     table = pd.DataFrame(rows, columns=["parameter", "entry", "estimate", "standard_error"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import broadcast, holds, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.filtering import moments
 from cumulant.filtering.model_checks import real_numbers
 from cumulant.filtering.moments import Affine
@@ -264,7 +265,7 @@ class GaussianBank:
         reach = torch.ones(n, n, dtype=torch.bool, device=largest.device)
         if not getattr(self.model, "functions", None):
             moves = (self._parts["dynamics"][0].whole.detach() != 0).flatten(0, -3).any(0)
-            reach = torch.linalg.matrix_power((moves | reach.tril().triu()).to(largest), n) > 0
+            reach = linalg.matrix_power((moves | reach.tril().triu()).to(largest), n) > 0
         before = torch.where(reach, largest[..., None, :], 0.0).amax(-1)
         return holds(least >= LEAST_SHARE * before) is False or not regular(last, LEAST_SHARE)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, positive, require, whole
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, linalg, tolist
 from cumulant.filtering.model_checks import semi_definite, sized
 from cumulant.filtering.moments import symmetric
 from cumulant.measures.gaussian import Gaussian, MeanCovarianceGaussian, inverse, packed_natural
@@ -61,7 +62,7 @@ class Scale(Map):
 
     def _move(self, member: Any, theta: Tensor) -> Tensor:
         rate = theta[..., 0] / self.c.to(theta)[..., None]
-        return torch.stack(torch.broadcast_tensors(rate, theta[..., 1]), -1)
+        return torch.stack(functions.broadcast_tensors(rate, theta[..., 1]), -1)
 
 
 class Flip(Map):
@@ -109,7 +110,7 @@ class Permute(Merge):
 
     def __init__(self, order: Sequence[int] | Tensor) -> None:
         if isinstance(order, Tensor):
-            order = order.tolist()
+            order = tolist(order)
         super().__init__([[k] for k in order] if isinstance(order, list | tuple) else [])
 
 
@@ -142,7 +143,7 @@ class Linear(Map):
         semi_definite("Linear", "Q", self.Q)
         reached = symmetric(self.W @ self.W.mT + self.Q).detach()
         require(
-            torch.linalg.matrix_rank(reached, hermitian=True) == a,
+            linalg.matrix_rank(reached, hermitian=True) == a,
             lambda: "Linear: W W' + Q is singular, so the image has no density: give more noise Q.",
         )
 
@@ -183,7 +184,7 @@ class Renew(Map):
 
     def _move(self, member: Any, theta: Tensor) -> Tensor:
         own = self.measure._theta.to(theta)
-        return own.expand(torch.broadcast_shapes(own.shape, theta.shape))
+        return own.expand(functions.broadcast_shapes(own.shape, theta.shape))
 
 
 def member_of(owner: str, measure: Any) -> Any:

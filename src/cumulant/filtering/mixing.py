@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import holds, numbers, require
 from cumulant.core.errors import ConvergenceError, InputError
+from cumulant.core.typed import functions
 
 __all__ = ["InducedTransition", "transition_from_mixing"]
 
@@ -112,7 +113,7 @@ def _nonnegative(A: Tensor, pi: Tensor) -> Tensor:
     n = A.shape[-1]
     pairs = zip(A.reshape(-1, n, n).cpu().numpy(), pi.reshape(-1, n).cpu().numpy(), strict=True)
     try:
-        found = [torch.from_numpy(nnls(a, p)[0]) for a, p in pairs]
+        found = [functions.from_numpy(nnls(a, p)[0]) for a, p in pairs]
     except RuntimeError as error:
         raise ConvergenceError(f"transition_from_mixing: no c was found: {error}.") from None
     return torch.stack(found).reshape(pi.shape).to(A) if found else torch.zeros_like(pi)

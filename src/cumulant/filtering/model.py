@@ -13,6 +13,7 @@ from cumulant.core.checks import finite, numbers, whole
 from cumulant.core.errors import InputError
 from cumulant.core.precision import HALF
 from cumulant.core.renamed import moved
+from cumulant.core.typed import linalg
 from cumulant.filtering.model_checks import (
     initial_probabilities,
     one_class,
@@ -315,9 +316,9 @@ class SwitchingLinearGaussian:
                     "embedded: each embedding must be (n, n_j) with n_j <= n and one common n; "
                     f"number {j} is {tuple(E.shape)}."
                 )
-            if torch.linalg.matrix_rank(E.detach()) < E.shape[1]:
+            if linalg.matrix_rank(E.detach()) < E.shape[1]:
                 raise InputError(f"embedded: embedding {j} does not have full column rank.")
-            maps.append(torch.linalg.pinv(E))
+            maps.append(linalg.pinv(E))
         lists = {"dynamics": dynamics, "dynamics_noise": dynamics_noise, "emission": emission}
         if dynamics_bias is not None:
             lists["dynamics_bias"] = dynamics_bias

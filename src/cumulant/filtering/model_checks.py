@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, holds, numbers, require, semi_definite
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg, tolist
 from cumulant.filtering.frames import is_pandas, values_of
 
 __all__ = [
@@ -79,7 +80,7 @@ def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
         (initial >= 0).all(-1) & ((sums - 1).abs() <= SLACK),
         lambda: (
             f"{owner}: initial must be probabilities that sum to one; they are "
-            f"{initial.detach().tolist()}."
+            f"{tolist(initial.detach())}."
         ),
     )
 
@@ -89,7 +90,7 @@ def one_class(owner: str, transition: Tensor) -> None:
     first = transition.detach()
     M = first.shape[-1]
     first = first if first.ndim == 2 else first[..., 0, :, :]
-    values = torch.linalg.eigvals(first.reshape(-1, M, M))
+    values = linalg.eigvals(first.reshape(-1, M, M))
     close = 1e-9 if first.dtype == torch.float64 else 1e-5
     count = ((values - 1).abs() < close).sum(-1)
     require(
@@ -158,7 +159,7 @@ def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Te
         y = _cut(owner, y, lengths)
     all_missing = y.isnan().all(-1).all(-1)
     if holds(~all_missing) is False:
-        where = all_missing.nonzero().tolist()
+        where = tolist(all_missing.nonzero())
         which = "" if y.ndim == 2 else f" number {where[0][0] if y.ndim == 3 else where[0]}"
         raise InputError(
             f"{owner}: series{which} has no observation at all: every element is NaN"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
+from cumulant.core.typed import tolist
 from cumulant.filtering.model import SHAPES, TIMELESS, SwitchingLinearGaussian
 from cumulant.filtering.series import counted, listed, text_of
 
@@ -110,7 +111,7 @@ def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, na
     lines = [f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in listed.items() if x]
     for key, x in model.parameters.items():
         if x.numel():
-            lines.append(f"{key} = {json.dumps(x.detach().double().tolist())}")
+            lines.append(f"{key} = {json.dumps(tolist(x.detach().double()))}")
     return write_file(path, "\n".join(lines) + "\n")
 
 

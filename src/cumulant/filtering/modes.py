@@ -44,7 +44,7 @@ def log_total(bank: GaussianBank, start: Belief) -> Tensor:
     product, size = _factors(bank, start)
     scale = size.sum(-1)
     while (count := product.shape[-3]) > 1:
-        pairs = product[..., : count - count % 2, :, :].unflatten(-3, (-1, 2))
+        pairs = torch.unflatten(product[..., : count - count % 2, :, :], -3, (-1, 2))
         joined, taken = _times(pairs[..., 0, :, :], pairs[..., 1, :, :])
         scale = scale + taken.sum((-3, -2, -1))
         left = product[..., count - count % 2 :, :, :]

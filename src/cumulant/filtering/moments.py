@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
+from cumulant.core.typed import linalg
 from cumulant.filtering.roots import Update, valued
 from cumulant.measures.gaussian import LOG_2PI
 
@@ -100,7 +101,7 @@ def predict(step: Affine, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Ten
     if step.matrix.ndim == 3 and mean.shape[-2] == 1 and n <= 6 and mean.shape[:-2].numel() >= MANY:
         W = step.matrix
         square = torch.einsum("jab,jcd->jacbd", W, W).reshape(M * a * a, n * n)
-        moved = (mean[..., 0, :] @ W.reshape(M * a, n).mT).unflatten(-1, (M, a)) + step.offset
+        moved = torch.unflatten(mean[..., 0, :] @ W.reshape(M * a, n).mT, -1, (M, a)) + step.offset
         table = covariance[..., 0, :, :].reshape(mean.shape[:-2].numel(), n * n)
         if step.noise.ndim == 3:
             spread = torch.addmm(step.noise.reshape(-1), table, square.mT)
@@ -120,11 +121,11 @@ def whiten(covariance: Tensor, *columns: Tensor) -> tuple[list[Tensor], list[Ten
     p = covariance.shape[-1]
     if p == 1 or (1 < p <= 4 and covariance.shape[:-2].numel() >= MANY):
         return _whiten_entries(covariance, columns)
-    root, info = torch.linalg.cholesky_ex(covariance)
-    white = torch.linalg.solve_triangular(root, torch.cat(columns, -1), upper=False)
+    root, info = linalg.cholesky_ex(covariance)
+    white = linalg.solve_triangular(root, torch.cat(columns, -1), upper=False)
     log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     log_root = torch.where(info == 0, log_root, torch.nan)
-    return list(white.split([c.shape[-1] for c in columns], -1)), [root], log_root
+    return list(torch.split(white, [c.shape[-1] for c in columns], -1)), [root], log_root
 
 
 def _whiten_entries(
@@ -160,7 +161,7 @@ def _whiten_entries(
 def unwhiten(root: list[Tensor], white: Tensor) -> Tensor:
     """L'^-1 white, with L as `whiten` left it."""
     if len(root) == 1 and root[0].ndim == white.ndim:
-        return torch.linalg.solve_triangular(root[0].mT, white, upper=True)
+        return linalg.solve_triangular(root[0].mT, white, upper=True)
     p = white.shape[-2]
     rows: list[Tensor] = []
     for a in reversed(range(p)):
@@ -205,7 +206,7 @@ def observe(
     if known is not None:
 
         def turn(x: Tensor) -> Tensor:
-            return torch.linalg.solve_triangular(known.spread, x, upper=False)
+            return linalg.solve_triangular(known.spread, x, upper=False)
 
         # The observation in units of S^(1/2): S is I, and its derivatives are those of the formula.
         surprise = turn(surprise[..., None])[..., 0]
@@ -247,7 +248,7 @@ def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Ten
     if mean.shape[-2] == 1:  # the same Gaussians for each mode, weighted differently
         middle = p.mT @ mean[..., 0, :]
         within = p.mT @ covariance[..., 0, :, :].flatten(-2)
-        within = within.unflatten(-1, (n, n))
+        within = torch.unflatten(within, -1, (n, n))
     else:
         middle = (p[..., None] * mean).sum(-3)
         within = (p[..., None, None] * covariance).sum(-4)

@@ -17,6 +17,7 @@ from torch import Tensor
 from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.renamed import renamed
+from cumulant.core.typed import linalg
 from cumulant.filtering.model import REQUIRED, SwitchingLinearGaussian
 from cumulant.filtering.moments import Affine, symmetric
 
@@ -202,7 +203,7 @@ def _by_points(f: Function, mean: Tensor, covariance: Tensor, u: Tensor | None) 
     slack = 10 * n * torch.finfo(mean.dtype).eps
     # Where the state is certain, the root needs a trace of noise.
     trace = torch.where(variances > 0, slack * variances, torch.finfo(mean.dtype).eps ** 1.5)
-    found = torch.linalg.cholesky_ex(symmetric(covariance) + torch.diag_embed(trace))
+    found = linalg.cholesky_ex(symmetric(covariance) + torch.diag_embed(trace))
     root = torch.where(found.info[..., None, None] == 0, found.L, torch.nan)
     away = c * root.mT
     points = torch.cat(
@@ -213,7 +214,7 @@ def _by_points(f: Function, mean: Tensor, covariance: Tensor, u: Tensor | None) 
     weights[0] = 1 - n / spread
     center = (weights[:, None] * y).sum(-2)
     slopes = (y[..., 1 : n + 1, :] - y[..., n + 1 :, :]).mT / (2 * c)
-    matrix = torch.linalg.solve_triangular(root, slopes, upper=False, left=False)
+    matrix = linalg.solve_triangular(root, slopes, upper=False, left=False)
     left = y - center[..., None, :] - (points - mean[..., None, :]) @ matrix.mT
     noise = (left * weights[:, None]).mT @ left
     return Affine(matrix, center - (matrix @ mean[..., None])[..., 0], symmetric(noise))

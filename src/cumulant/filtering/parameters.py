@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
 
 __all__ = ["Block", "Coordinates", "Free", "coordinates"]
@@ -57,7 +58,7 @@ class Block:
             logs = torch.where(value > 0, value, 1.0).log()
             return (logs - logs.gather(-1, reference))[self.mask]
         if self.name in COVARIANCES:
-            root = torch.linalg.cholesky(value)
+            root = linalg.cholesky(value)
             logs = torch.diag_embed(root.diagonal(dim1=-2, dim2=-1).log())
             return (root.tril(-1) + logs)[self.mask]
         return value[self.mask]
@@ -94,7 +95,7 @@ class Coordinates:
 
     def values(self, vector: Tensor) -> dict[str, Tensor]:
         """The free parameters at these coordinates."""
-        parts = vector.split([b.size for b in self.blocks])
+        parts = torch.split(vector, [b.size for b in self.blocks])
         return {b.name: b.value(p) for b, p in zip(self.blocks, parts, strict=True)}
 
     def at(self, vector: Tensor) -> SwitchingLinearGaussian:
@@ -138,7 +139,7 @@ def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinate
 
 
 def _singular(covariance: Tensor) -> bool:
-    return bool((torch.linalg.cholesky_ex(covariance).info != 0).any())
+    return bool((linalg.cholesky_ex(covariance).info != 0).any())
 
 
 def _block(name: str, start: Tensor, how: Any) -> Block:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions
 from cumulant.figures import COLORS, INK, MUTED, need_matplotlib, new_figure, style
 from cumulant.figures import write as write_figure
 from cumulant.filtering.model_files import Names
@@ -239,7 +240,7 @@ def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> No
 
 def _shade(axes: Any, time: _Time, probabilities: Any, names: list[str] | None) -> None:
     """Behind the curves, the most probable mode where it is not the usual one."""
-    found = episodes(torch.from_numpy(probabilities))
+    found = episodes(functions.from_numpy(probabilities))
     usual = int(probabilities.sum(0).argmax())
     if sum(map(len, found)) > MOST_SHADES:
         return

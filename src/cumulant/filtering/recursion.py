@@ -165,11 +165,13 @@ def remember(bank: Bank, scheme: Scheme, belief: Belief) -> Belief:
         old = weights.shape[-2] // keep
         # (old, keep, M) becomes old histories of keep * M modes.
         shape = (old, keep * M)
-        weights = weights.unflatten(-2, (old, keep)).flatten(-2)
-        message = tuple(x.flatten(lead, lead + 1).unflatten(lead, shape) for x in message)
+        weights = torch.unflatten(weights, -2, (old, keep)).flatten(-2)
+        message = tuple(torch.unflatten(x.flatten(lead, lead + 1), lead, shape) for x in message)
         message = bank.collapse(weights, message)
-        weights = weights.logsumexp(-2).unflatten(-1, (keep, M))
-        message = tuple(x.flatten(lead, lead + 1).unflatten(lead, (keep, M)) for x in message)
+        weights = torch.unflatten(weights.logsumexp(-2), -1, (keep, M))
+        message = tuple(
+            torch.unflatten(x.flatten(lead, lead + 1), lead, (keep, M)) for x in message
+        )
     if scheme.memory == 1 and M > 1:
         across = tuple(x.transpose(lead, lead + 1) for x in message)
         one = bank.collapse(weights.mT, across)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, tolist
 from cumulant.filtering import moments
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank
@@ -94,7 +95,7 @@ def rising(model: SwitchingLinearGaussian, order_by: OrderBy) -> list[int]:
             f"fit: order_by must give one number for each of the {model.modes} modes; it gave "
             f"shape {tuple(key.shape)}."
         )
-    return key.argsort(stable=True).tolist()
+    return tolist(key.argsort(stable=True))
 
 
 def _size(model: SwitchingLinearGaussian, name: str) -> Tensor:
@@ -146,4 +147,4 @@ def _predictions(bank: GaussianBank, states: Sequence[Tensor]) -> Tensor:
     message = bank.predict((mean[..., None, None, :], covariance[..., None, None, :, :]), None)
     center, spread = moments.predict(bank.linear("emission", message, None), *message[:2])
     deviation = spread.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
-    return torch.stack(torch.broadcast_tensors(center, deviation)).squeeze(-3)
+    return torch.stack(functions.broadcast_tensors(center, deviation)).squeeze(-3)

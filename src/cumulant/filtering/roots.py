@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
 from cumulant.core.checks import holds
+from cumulant.core.typed import functions, linalg
 
 __all__ = [
     "Frame",
@@ -65,7 +66,7 @@ def regular(covariance: Tensor, least: float) -> bool:
     """
     scaled, _ = _correlations(covariance)
     sure = (covariance.diagonal(dim1=-2, dim2=-1) <= 0).to(scaled.dtype)
-    found, info = torch.linalg.cholesky_ex(scaled + torch.diag_embed(sure))
+    found, info = linalg.cholesky_ex(scaled + torch.diag_embed(sure))
     pivots = found.diagonal(dim1=-2, dim2=-1)
     return holds((info == 0) & (pivots.square() >= least).all(-1)) is not False
 
@@ -88,11 +89,11 @@ def frame_of(
     P = covariance.detach()
     scaled, own = _correlations(P)
     variances, n = P.diagonal(dim1=-2, dim2=-1), P.shape[-1]
-    found, info = torch.linalg.cholesky_ex(scaled)
+    found, info = linalg.cholesky_ex(scaled)
     pivots = found.diagonal(dim1=-2, dim2=-1)
     if holds((info == 0) & (pivots > REGULAR).all(-1)):
         eye = torch.eye(n, dtype=P.dtype, device=P.device)
-        inverse = torch.linalg.solve_triangular(found, eye, upper=False)
+        inverse = linalg.solve_triangular(found, eye, upper=False)
         inverse = inverse / own.mT
         right = None if columns is None else inverse @ columns.detach()
         return Frame(own * found, inverse, torch.zeros_like(variances), right)
@@ -100,11 +101,11 @@ def frame_of(
     unit = own if unit is None or columns is None else unit
     right = None
     if columns is None:
-        values, vectors = torch.linalg.eigh(scaled)
+        values, vectors = linalg.eigh(scaled)
         sizes, least = values.clamp_min(0.0).sqrt(), eps**0.5
     else:
         # The product inverse A would lose what the singular vectors keep.
-        vectors, sizes, right = torch.linalg.svd(columns.detach() / unit, full_matrices=False)
+        vectors, sizes, right = linalg.svd(columns.detach() / unit, full_matrices=False)
         least = 10 * eps
     void = sizes <= least
     root = unit * vectors * sizes.masked_fill(void, 0.0)[..., None, :]
@@ -117,7 +118,7 @@ def triangular(columns: Tensor) -> Tensor:
     A = columns.detach()
     if not A.numel():
         return A[..., : A.shape[-2]]
-    return torch.linalg.qr(A.mT, mode="r").R.mT
+    return linalg.qr(A.mT, mode="r").R.mT
 
 
 def valued(value: Tensor, formula: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def update(matrix: Tensor, noise_root: Tensor, root: Tensor, seen: Tensor | None
         seen: which elements of y say anything, ``(..., p)``, or None for all; one that says nothing
             counts as an independent element of variance 1.
     """
-    lead = torch.broadcast_shapes(matrix.shape[:-2], root.shape[:-2], noise_root.shape[:-2])
+    lead = functions.broadcast_shapes(matrix.shape[:-2], root.shape[:-2], noise_root.shape[:-2])
     (p, n), C = matrix.shape[-2:], matrix.detach()
     top = [noise_root.expand(*lead, p, p), C @ root]
     if seen is not None:

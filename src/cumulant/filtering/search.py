@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code
 from cumulant.core.progress import Progress, ProgressCallback
+from cumulant.core.typed import linalg, take_step
 from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.model import SwitchingLinearGaussian
@@ -113,7 +114,7 @@ def lbfgs(problem: Problem, best: Point, limits: Limits) -> None:
         return -size / count
 
     try:
-        search.step(loss)
+        take_step(search, loss)
     except KeyboardInterrupt:
         best.ended(Code.INTERRUPTED, INTERRUPTED)
         return
@@ -165,5 +166,5 @@ def em(problem: Problem, best: Point, limits: Limits) -> None:
                 limits.progress(Progress(best.steps, None, "fitting", best.value))
     except KeyboardInterrupt:
         best.ended(Code.INTERRUPTED, INTERRUPTED)
-    except (InputError, torch.linalg.LinAlgError):
+    except (InputError, linalg.LinAlgError):
         best.ended(Code.NOT_FINITE, "a variance goes to zero, or a mode is never visited")

@@ -71,7 +71,7 @@ class Smoothed(Lazy):
     @kept
     def transition_probabilities(self) -> Tensor:
         M = self.beliefs[0].log_weights.shape[-1]
-        each = [w.unflatten(-2, (-1, M)).logsumexp(-3).exp() for w in self.pairs]
+        each = [torch.unflatten(w, -2, (-1, M)).logsumexp(-3).exp() for w in self.pairs]
         return torch.stack(each, -3).to(self.dtype)
 
     @kept

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.files import write_file
+from cumulant.core.typed import tolist
 from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.model_files import Names
 from cumulant.filtering.posterior import Posterior
@@ -125,7 +126,7 @@ def _own(model: SwitchingLinearGaussian) -> dict[str, Tensor]:
 
 
 def _plain(x: Tensor) -> Any:
-    return x.item() if x.numel() == 1 else x.tolist()
+    return x.item() if x.numel() == 1 else tolist(x)
 
 
 def _brief(x: Any) -> str:
@@ -143,7 +144,7 @@ def deviations(covariance: Tensor) -> Tensor:
 
 
 def _texts(x: Tensor) -> list[list[str]]:
-    rows: list[list[float]] = x.reshape(len(x), -1).tolist()
+    rows: list[list[float]] = tolist(x.reshape(len(x), -1))
     return [[f"{v:.10g}" if math.isfinite(v) else "" for v in row] for row in rows]
 
 
@@ -165,7 +166,7 @@ def table(
     """
     header = _header(series.names, names, smoothed is not None, forecast is not None)
     labels, flag = labels_of(series), ["0"] if forecast else []
-    seen = [[repr(v) if v == v else "" for v in row] for row in series.values.tolist()]
+    seen = [[repr(v) if v == v else "" for v in row] for row in tolist(series.values)]
     each = zip(_rows(post, smoothed), _texts(post.step_log_likelihood), strict=True)
     rows = [
         [str(t + 1), labels[t], *flag, *seen[t], *row, *own] for t, (row, own) in enumerate(each)
@@ -206,7 +207,7 @@ def _rows(post: Posterior, later: Posterior | Smoothed | None) -> list[list[str]
 def episodes(probabilities: Tensor) -> list[list[Episode]]:
     """For each mode, the stretches where it is the most probable, in the order of time."""
     found: list[list[Episode]] = [[] for _ in range(probabilities.shape[-1])]
-    chosen: list[int] = probabilities.argmax(-1).tolist()
+    chosen: list[int] = tolist(probabilities.argmax(-1))
     first = 0
     for t, mode in enumerate(chosen):
         if t + 1 == len(chosen) or chosen[t + 1] != mode:
@@ -219,11 +220,11 @@ def summarize(
     model: SwitchingLinearGaussian, names: Sequence[str], smoothed: Smoothed
 ) -> list[ModeSummary]:
     """Each mode's share of time, expected duration and episodes, given all observations."""
-    shares: list[float] = smoothed.mode_probabilities.mean(0).tolist()
+    shares: list[float] = tolist(smoothed.mode_probabilities.mean(0))
     transition = model.parameters["transition"]
     durations: list[float | None] = [None] * len(names)
     if transition.ndim == 2:
-        durations = [1 / (1 - p) if p < 1 else math.inf for p in transition.diagonal().tolist()]
+        durations = [1 / (1 - p) if p < 1 else math.inf for p in tolist(transition.diagonal())]
     each = zip(names, shares, durations, episodes(smoothed.mode_probabilities), strict=True)
     return [
         ModeSummary(name, share, duration, sorted(found, key=lambda e: -e.steps))

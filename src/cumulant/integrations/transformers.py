@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -271,9 +271,9 @@ def _demand(model: nn.Module, name: str) -> None:
 
 def _asked(config: Any, request: Any, name: str) -> Iterator[Any]:
     """The configurations, nested ones included, for which a request names `name`."""
-    parts = (
-        request if isinstance(request, dict) else dict.fromkeys(["", *config.sub_configs], request)
-    )
+    parts: dict[str, Any] = dict.fromkeys(["", *config.sub_configs], request)
+    if isinstance(request, dict):
+        parts = cast(dict[str, Any], request)
     if parts.get("") == name:
         yield config
     for key in config.sub_configs:

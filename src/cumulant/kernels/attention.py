@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas, fused
 from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX, with_scale
@@ -293,7 +294,7 @@ def pullback(
     return tile_sum(program, {**arguments, **given})
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """(mean, G[, entropy]) of named arguments; derivatives are sums over tiles."""
 
     @staticmethod
@@ -374,7 +375,7 @@ def expectation(
 
     `value` is the result, where it is known already and only its derivatives are not.
     """
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     program = Program(
         function=with_scale(function, options.scale),
         indices={**INDEX, "known": "i"},

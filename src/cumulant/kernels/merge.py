@@ -16,6 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import functions
 from cumulant.distributed import maps
 from cumulant.distributed.ranks import Ranks
 
@@ -89,10 +90,10 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
 
     def add(sets: Sequence[Columns]) -> list[Tensor]:
         (columns,) = sets
-        batch = torch.broadcast_shapes(*(x.shape[:-1] for x in columns))
+        batch = functions.broadcast_shapes(*(x.shape[:-1] for x in columns))
         whole = torch.cat([x.expand(*batch, x.shape[-1]) for x in columns], -1)
         summed = maps.total(whole, ranks) if rows is None else back(whole)
-        return list(summed.split([x.shape[-1] for x in columns], -1))
+        return list(torch.split(summed, [x.shape[-1] for x in columns], -1))
 
     def back(whole: Tensor) -> Tensor:
         return maps.scatter_rows(whole, ranks, rows or ())
@@ -101,7 +102,7 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
         return maps.spread(x, ranks) if rows is None else maps.gather_rows(x, ranks, rows)
 
     def own(x: Tensor) -> Tensor:
-        return x if rows is None else x.split(list(rows), -2)[ranks.rank]
+        return x if rows is None else torch.split(x, list(rows), -2)[ranks.rank]
 
     def largest(xs: Sequence[Tensor]) -> Tensor:
         return maps.largest(xs[0], ranks)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import (
     Options,
@@ -62,7 +63,7 @@ def _grid(arguments: Named) -> tuple[int, int]:
 
 
 def _batch(arguments: Named) -> torch.Size:
-    return torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    return functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
 
 
 def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
@@ -71,7 +72,7 @@ def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
     return engine.potential(arguments, {r.name: r.shape for r in program.results})
 
 
-class _Potential(torch.autograd.Function):
+class _Potential(Function):
     """G, and the gradient of its sum, kept for the backward pass."""
 
     @staticmethod
@@ -186,7 +187,7 @@ def _normalizers(arguments: Named) -> tuple[Tensor, Tensor]:
 _SIDES = {"log_normalizer": "i", "column_normalizer": "j"}
 
 
-class _Both(torch.autograd.Function):
+class _Both(Function):
     """(G, H); derivatives are sums over tiles, of any order by the general rule."""
 
     @staticmethod

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.typed import functions, linalg
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.engines import compiled
@@ -49,7 +50,7 @@ def summarize(
     ``leading``, the largest eigenvalue of Cov[k]. ``marks`` among the arguments names keys by their
     number, ``(*batch, M, c)``: their weights come back as ``marked`` (0 for a negative number).
     """
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
     widths: dict[str, int] = dict.fromkeys(
         ("log_normalizer", "entropy", "score_variance", "visible", "fisher_trace"), 1
@@ -76,8 +77,8 @@ def summarize(
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
     if spectrum:
         tridiagonal = out.pop("lanczos")
-        some = tridiagonal.reshape(-1, 2 * steps).split(
-            2**14
+        some = torch.split(
+            tridiagonal.reshape(-1, 2 * steps), 2**14
         )  # in double precision: not all at once
         roots = [largest_root(x[..., :steps], x[..., steps:]) for x in some]
         out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1)
@@ -176,10 +177,10 @@ def _start(k_nd: Tensor) -> Tensor:
     A little of another keeps it from being orthogonal to the one that is sought.
     """
     square = (k_nd.mT @ k_nd).nan_to_num(0.0, 0.0, 0.0)
-    start = torch.linalg.eigh(square).eigenvectors[..., -1]
+    start = linalg.eigh(square).eigenvectors[..., -1]
     other = torch.cos(torch.arange(start.shape[-1], device=start.device) ** 2.0).to(start.dtype)
-    start = start + 0.1 * other / torch.linalg.vector_norm(other)
-    return start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)
+    start = start + 0.1 * other / linalg.vector_norm(other)
+    return start / linalg.vector_norm(start, dim=-1, keepdim=True)
 
 
 def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
@@ -202,7 +203,7 @@ def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
         w_md = w_md - about.mean * row_sum(about.mean * v_md) - beside * previous
         along = row_sum(w_md * v_md)
         w_md = w_md - along * v_md
-        beside = torch.linalg.vector_norm(w_md, dim=-1, keepdim=True)
+        beside = linalg.vector_norm(w_md, dim=-1, keepdim=True)
         diagonal.append(along)
         off.append(beside)
         done = beside <= rounding
@@ -249,7 +250,7 @@ def _largest(s_mn: Tensor) -> Tensor:
     """Which key has the largest score, ``(..., m, 1)``; numpy's search is ten times faster."""
     if s_mn.device.type != "cpu":
         return s_mn.argmax(-1, keepdim=True)
-    return torch.from_numpy(s_mn.numpy().argmax(-1)[..., None])
+    return functions.from_numpy(s_mn.numpy().argmax(-1)[..., None])
 
 
 def sort_rows(x: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ def dropped(rising: Tensor, limit: Tensor) -> Tensor:
     count = (head.cumsum(-1) <= limit).sum(-1, keepdim=True)
     if body.shape[-1]:
         base = head.sum(-1, keepdim=True)
-        blocks = body.unflatten(-1, (-1, _BLOCK))
+        blocks = torch.unflatten(body, -1, (-1, _BLOCK))
         sums = blocks.sum(-1).cumsum(-1) + base
         full = (sums <= limit).sum(-1, keepdim=True)
         at = full.clamp_max(blocks.shape[-2] - 1)

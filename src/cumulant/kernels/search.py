@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.typed import functions
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.engines import compiled
@@ -40,7 +41,7 @@ def largest(arguments: Mapping[str, Tensor], options: Options = Options(), k: in
         )
         if done is not None:
             return Largest(done["score_max"], done["top"].long())
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     query, key = arguments["query"], arguments["key"]
     m, n = query.shape[-2], key.shape[-2]
     score = query.new_full((*batch, m, k), -math.inf)

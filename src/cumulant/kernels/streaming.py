@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from cumulant.core.typed import functions, linalg
 from cumulant.kernels import formulas, fused
 from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX
@@ -100,14 +100,14 @@ def scores_are_small(options: Options, arguments: Named) -> bool:
         return False
     if 0 in (arguments["query"].numel(), arguments["key"].numel()):
         return True
-    longest = (torch.linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
+    longest = (linalg.vector_norm(arguments[n], dim=-1).amax() for n in ("query", "key"))
     return abs(options.scale) * math.prod(float(x) for x in longest) * formulas.LOG2_E < 32
 
 
 def _stream(options: Options, arguments: Named) -> list[Tensor]:
     """(mean, G, entropy), merging tiles of keys one after another."""
     query, value = arguments["query"], arguments["value"]
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = grid_of(arguments)
     # With a band some rows may have no tile; otherwise every row is written below.
     unwritten = not options.band.open or n == 0

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.typed import Function, functions
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.workspace import Workspace
 
@@ -232,7 +233,7 @@ def walk(
     whole_rows: bool = False,
 ) -> Iterator[tuple[tuple[slice, ...], Iterator[tuple[Tile, Arguments]]]]:
     """For each strip of queries its place, and its tiles with the arguments cut to them."""
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     if 0 in (*batch, *grid):
         return
 
@@ -390,7 +391,7 @@ def _pushforward(program: Program, arguments: Named, tangents: Named) -> Argumen
     return tile_sum(pushed, {**arguments, **{names[n]: t for n, t in tangents.items()}})
 
 
-class _TileSum(torch.autograd.Function):
+class _TileSum(Function):
     """``tile_sum`` as an autograd Function whose derivatives are again ``tile_sum``."""
 
     @staticmethod

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import functions
+
 _KEPT_BYTES = 64 * 2**20
 _PADDING = 16
 _kept = threading.local()
@@ -92,7 +94,7 @@ class Workspace:
         shape = x.shape
         for y in others:
             if any(mine < other for mine, other in zip(shape[::-1], y.shape[::-1], strict=False)):
-                shape = torch.broadcast_shapes(shape, y.shape)
+                shape = functions.broadcast_shapes(shape, y.shape)
         return x if not fresh and x.shape == shape and self._owns(x) else self._take(shape, x)
 
     def _owns(self, x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.dynamics import gaussianity, participation_ratio
 from cumulant.lens.hidden import Reservoir
 
@@ -75,7 +76,7 @@ class Cloud:
         wide = kept if kept.dtype == torch.float64 else kept.float()
         marks = sink.flatten()[chosen].float().cpu()
         self._sample.add(draw.key, {"state": wide, "sink": marks})
-        for text, mine in zip(states.unflatten(0, real.shape), real, strict=True):
+        for text, mine in zip(torch.unflatten(states, 0, real.shape), real, strict=True):
             residual = _residual(text[mine])
             if residual is not None:
                 self._residual, self._texts = self._residual + residual, self._texts + 1
@@ -97,7 +98,7 @@ class Cloud:
         n = len(X)
         if n < 2 or not bool(X.any()):
             return Shape()
-        length = torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+        length = linalg.vector_norm(X, dim=-1, keepdim=True)
         unit = X / length.where(length > 0, 1.0)
         cosines = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
         residual = self._residual / self._texts if self._texts else None
@@ -131,11 +132,11 @@ def _residual(states: Tensor) -> float | None:
     """
     kind = torch.float32 if states.device.type == "mps" else torch.float64
     X = states[states.isfinite().all(-1)].to(kind)
-    size = float(torch.linalg.vector_norm(X))
+    size = float(linalg.vector_norm(X))
     if len(X) < 2 or size == 0 or not math.isfinite(size):
         return None
     away = X - X[:1]
-    return float(torch.linalg.vector_norm(away - away.mean(0))) / size
+    return float(linalg.vector_norm(away - away.mean(0))) / size
 
 
 def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:
@@ -153,7 +154,7 @@ def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:
         return None, None, None
     tested, fitted = X[:n], X[n : 2 * n]
     away = fitted - fitted.mean(0)
-    axes = torch.linalg.svd(away, full_matrices=False).Vh[:r]
+    axes = linalg.svd(away, full_matrices=False).Vh[:r]
     try:
         found = gaussianity(tested @ axes.T, draws=DRAWS, levels=(0.95,))
     except InputError:  # a cloud in a subspace

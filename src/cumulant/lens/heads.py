@@ -16,6 +16,7 @@ from torch import Tensor
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
+from cumulant.core.typed import linalg
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["Link", "energy_change", "link"]
@@ -159,7 +160,7 @@ class _Tally:
         center, spread = measure._extent()
         whiten, blind = _frame(spread)
         spread = whiten[:, None] @ measure.covariance(eta) @ whiten[:, None] + blind[:, None]
-        good = converged & (torch.linalg.eigvalsh(spread)[..., 0] > _RESOLVED)
+        good = converged & (linalg.eigvalsh(spread)[..., 0] > _RESOLVED)
         guess = measure._visible(guess)
         self._asked += good.shape[1] * asked.cpu()
         self._found += good.sum(1).cpu()
@@ -204,7 +205,7 @@ def _frame(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
     In whitened coordinates a penalty treats all directions alike.
     """
-    values, axes = torch.linalg.eigh(covariance)
+    values, axes = linalg.eigh(covariance)
     small = values <= 1e-10 * values[..., -1:]
     root = torch.where(small, 0.0, values.where(~small, 1.0).rsqrt())
     return (axes * root[..., None, :]) @ axes.mT, (axes * small[..., None, :]) @ axes.mT
@@ -220,7 +221,7 @@ def _held_out(x: Tensor, y: Tensor) -> Tensor:
     for fold in range(_FOLDS):
         test = torch.arange(len(x), device=x.device) % _FOLDS == fold  # rows come in random order
         center, level = x[~test].mean(0), y[~test].mean(0)
-        left, size, right = torch.linalg.svd(x[~test] - center, full_matrices=False)
+        left, size, right = linalg.svd(x[~test] - center, full_matrices=False)
         penalty = x.new_tensor(_PENALTIES)[:, None] * size[0].square().clamp_min(1e-300)
         shrunk = size / (size.square() + penalty)
         seen = ((x[test] - center) @ right.mT) * shrunk[:, None, :]

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.typed import linalg, tolist
+
 __all__ = [
     "LISTS",
     "Call",
@@ -330,8 +332,8 @@ def _distances(states: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     x, y = (states[pairs[:, side]] for side in (0, 1))
     if x.dtype not in (torch.float32, torch.float64):
         x, y = x.float(), y.float()
-    length = torch.linalg.vector_norm(x - y, dim=-1)
-    size = torch.maximum(*(torch.linalg.vector_norm(z, dim=-1) for z in (x, y)))
+    length = linalg.vector_norm(x - y, dim=-1)
+    size = torch.maximum(*(linalg.vector_norm(z, dim=-1) for z in (x, y)))
     return length, length > 8 * torch.finfo(x.dtype).eps * size
 
 
@@ -340,4 +342,4 @@ def quantiles(values: Tensor) -> tuple[int, list[float]]:
     known = values[values.isfinite()].double()
     if len(known) == 0:
         return 0, []
-    return len(known), known.quantile(torch.tensor(LEVELS, dtype=torch.float64)).tolist()
+    return len(known), tolist(known.quantile(torch.tensor(LEVELS, dtype=torch.float64)))

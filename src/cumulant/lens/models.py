@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import random
 from cumulant.integrations.transformers import package
 
 __all__ = ["Loaded", "load"]
@@ -239,7 +240,7 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
 @contextmanager
 def _same_every_time() -> Generator[None]:
     """Weights that are not in the file are set at random: the same in every load."""
-    with torch.random.fork_rng(devices=[]):
+    with random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would reach the generators of other devices, too.
         torch.random.default_generator.manual_seed(0)
         yield

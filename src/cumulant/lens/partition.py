@@ -12,6 +12,7 @@ from torch import Tensor
 from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.precision import wide
+from cumulant.core.typed import linalg, tolist
 from cumulant.measures.empirical import Empirical
 
 __all__ = ["partition"]
@@ -82,7 +83,7 @@ def partition(
     correlations = _frequencies(vectors, center, squares, counts)
     generator = torch.Generator().manual_seed(seed)
     unit = torch.randn(directions, vectors.shape[1], dtype=torch.float64, generator=generator)
-    unit = unit / torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    unit = unit / linalg.vector_norm(unit, dim=1, keepdim=True)
     context = torch.cat([unit * (r / spread) for r in lengths]).to(vectors)
     centered = Empirical(vectors).log_normalizer(context).double()
     shift = (context @ center).double()
@@ -105,7 +106,7 @@ def partition(
 
 def _summary(values: Tensor) -> dict[str, float]:
     """Moments and quantiles of log Z, and the relative deviation of Z itself."""
-    low, high = values.quantile(values.new_tensor([0.025, 0.975])).tolist()
+    low, high = tolist(values.quantile(values.new_tensor([0.025, 0.975])))
     height = (values - values.max()).exp()  # Z in units of the largest
     return {
         "mean": float(values.mean()),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Scope, Token
+from cumulant.core.typed import linalg
 from cumulant.lens.weights import Block
 
 __all__ = ["Group", "Sensitivity", "sensitivity"]
@@ -85,7 +86,7 @@ def sensitivity(
     sums = [0.0] * len(blocks)
     with torch.inference_mode(False), torch.enable_grad(), _only(model, parameters):
         output = forward()
-        size = float(torch.linalg.vector_norm(output.detach().double()))
+        size = float(linalg.vector_norm(output.detach().double()))
         if not output.requires_grad or not 0 < size < math.inf:
             raise InputError(
                 "sensitivity: forward must return an output that depends on the weights, finite "

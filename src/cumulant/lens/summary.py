@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.typed import tolist
 from cumulant.lens.encoding import embeddings
 from cumulant.lens.partition import partition
 from cumulant.lens.recorder import Layer, Record, Recorder
@@ -105,13 +106,13 @@ class HeadSums:
             cumulative = sums["cells"].cumsum(-1).double()
             middle = (cumulative < cumulative[:, -1:] / 2).sum(-1)
             code = sum((middle <= CELLS * edge).long() for edge in EDGES)
-            columns["class"] = [NAMES[i] for i in torch.as_tensor(code).tolist()]
-            columns["k90_fraction"] = (middle.double() / CELLS).tolist()
+            columns["class"] = [NAMES[i] for i in tolist(torch.as_tensor(code))]
+            columns["k90_fraction"] = tolist(middle.double() / CELLS)
         for name in (*_MEANS, "energy_rises"):
             if name in sums:
-                columns[name] = (sums[name] / count).tolist()
+                columns[name] = tolist(sums[name] / count)
         if "leading" in sums and not layer.capped:  # a cap has a slope of its own
-            columns["lipschitz"] = (layer.scale * sums["leading"]).tolist()
+            columns["lipschitz"] = tolist(layer.scale * sums["leading"])
         where = {
             "layer": layer.number,
             "attention": "cross" if layer.cross else "self",
@@ -152,7 +153,7 @@ def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | Non
     if not links:
         return [{} for _ in range(layer.heads)]
     named = {
-        f"link_{n}": torch.stack([getattr(x, n) for x in links]).nanmean(0).tolist()
+        f"link_{n}": tolist(torch.stack([getattr(x, n) for x in links]).nanmean(0))
         for n in ("linear", "trained", "exists")
     }
     return [
@@ -170,7 +171,7 @@ def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
             if top is None:
                 rows.append([])
                 continue
-            pairs = zip(top.key.tolist(), top.weight.tolist(), strict=True)
+            pairs = zip(tolist(top.key), tolist(top.weight), strict=True)
             rows.append(
                 [
                     [

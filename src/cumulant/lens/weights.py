@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.typed import linalg
+
 __all__ = ["Bilinear", "Block", "Projections", "bilinear", "projections"]
 
 _SEPARATE = (
@@ -214,13 +216,13 @@ def _cut(
         return None
 
     def split(block: Block, count: int) -> Tensor:
-        return block.take().unflatten(0, (count, -1)).mT
+        return torch.unflatten(block.take(), 0, (count, -1)).mT
 
     return Projections(
         split(query, heads),
         split(key, key_heads),
         split(value, key_heads),
-        None if whole is None else whole.mT.unflatten(0, (heads, -1)),
+        None if whole is None else torch.unflatten(whole.mT, 0, (heads, -1)),
         (query, key),
         () if output is None else (value, output),
     )
@@ -284,6 +286,6 @@ def _trace(first: Tensor, second: Tensor) -> Tensor:
 def _definiteness(q: Tensor, k: Tensor) -> Tensor:
     """S = [q k] J [q k]' / 2, J swapping the halves, has the eigenvalues of R J R' / 2."""
     d = q.shape[-1]
-    upper = torch.linalg.qr(torch.cat([q, k], -1), mode="r").R
-    values = torch.linalg.eigvalsh(upper @ upper.roll(d, -1).mT)
+    upper = linalg.qr(torch.cat([q, k], -1), mode="r").R
+    values = linalg.eigvalsh(upper @ upper.roll(d, -1).mT)
     return values.sum() / values.abs().sum()

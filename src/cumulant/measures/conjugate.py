@@ -13,6 +13,7 @@ from torch import distributions as td
 
 from cumulant.core.checks import broadcast, finite, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, linalg
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
 from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import (
@@ -146,8 +147,8 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
             away = y - noise._loc
             first = (away.sum(-2, keepdim=True) @ precision)[..., 0, :]
             second = n[..., None] * packed_natural(precision)
-            shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
-            white = torch.linalg.solve_triangular(root, away.mT, upper=False)
+            shape = functions.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+            white = linalg.solve_triangular(root, away.mT, upper=False)
             log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
             base = -white.square().sum((-2, -1)) / 2 - n * (log_root + k * LOG_2PI / 2)
             both = [first.expand(*shape, -1), second.expand(*shape, -1)]

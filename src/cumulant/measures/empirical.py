@@ -131,7 +131,7 @@ class Empirical(Measure):
         arguments |= {"log_normalizer": moments.log_normalizer, "center": center}
         width = d * (d + 1) // 2
         sums = expectation(formulas.moments, "moments", arguments, Options(), width=1 + d + width)
-        mean, square = (sums[..., 1:] / sums[..., :1]).split([d, width], -1)
+        mean, square = torch.split(sums[..., 1:] / sums[..., :1], [d, width], -1)
         return unpack(square, d) - mean[..., :, None] * mean[..., None, :]
 
     def _relative_entropy(self, eta: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Empirical(Measure):
             level = torch.rand(*heights.shape[:-1], n, dtype=heights.dtype, device=eta.device)
             index = torch.searchsorted(heights, (1 - level) * heights[..., -1:])
             flat = index.flatten(-2)[..., None].expand(*batch, -1, d)
-            some = points.gather(-2, flat).unflatten(-2, (index.shape[-2], n))
+            some = torch.unflatten(points.gather(-2, flat), -2, (index.shape[-2], n))
             drawn[..., rows, :] = some.movedim(-2, 0)
         return drawn
 
@@ -229,7 +229,7 @@ class Empirical(Measure):
         """log h({x}): the total weight of the points equal to x."""
         parts: list[Tensor] = []
         step = max(1, 2**22 // (self.points.numel() * max(1, math.prod(x.shape[:-2]))))
-        for piece in x.split(step, -2):
+        for piece in torch.split(x, step, -2):
             same = (piece[..., :, None, :] == self.points[..., None, :, :]).all(-1)
             logs = x.new_zeros(1) if self.log_weights is None else self.log_weights[..., None, :]
             parts.append(log_sum_exp(torch.where(same, logs, -math.inf), -1))

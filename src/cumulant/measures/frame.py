@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import linalg
+
 __all__ = ["Frame", "no_frame", "whitening"]
 
 
@@ -42,18 +44,18 @@ def whitening(
     unit = torch.where(unit <= 4 * rounding * center[..., 0, :].abs(), 0.0, unit)
     inverse = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1.0), 0.0)
     correlation = covariance * inverse[..., :, None] * inverse[..., None, :]
-    values, axes = torch.linalg.eigh(correlation)
+    values, axes = linalg.eigh(correlation)
     idle = values <= d * max(100 * rounding, (16 * resolution) ** 2)
     length = torch.where(idle, 1.0, values).sqrt()
     whiten = inverse[..., :, None] * axes * torch.where(idle, 0.0, 1 / length)[..., None, :]
     # What the support's directions cannot see: the null space of the covariance.
     blind = torch.where(unit > 0, inverse, 1.0)[..., :, None] * axes * idle[..., None, :]
-    blind = blind / torch.linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
+    blind = blind / linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
     eye = torch.eye(d, dtype=covariance.dtype, device=covariance.device)
-    span = eye - blind @ torch.linalg.pinv(blind, rtol=1e-10)
+    span = eye - blind @ linalg.pinv(blind, rtol=1e-10)
     away = mean - center
-    off = torch.linalg.vector_norm(away - away @ span, dim=-1)
-    size = unit.amax(-1)[..., None] + torch.linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
+    off = linalg.vector_norm(away - away @ span, dim=-1)
+    size = unit.amax(-1)[..., None] + linalg.vector_norm(away, dim=-1) + center.abs().amax(-1)
     narrow = torch.where(idle, torch.inf, values).amin(-1, keepdim=True)
     frame = Frame(whiten, idle, span, narrow)
     return frame, off > max(1e4 * rounding, 100 * resolution) * size

@@ -19,6 +19,7 @@ from cumulant.core.checks import (
 )
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Solution
+from cumulant.core.typed import linalg
 from cumulant.measures.empirical import unpack
 from cumulant.measures.family import ExponentialFamily, coded, solved
 from cumulant.measures.measure import Measure
@@ -155,7 +156,7 @@ class Gaussian(Measure):
         return self._rebuilt({"_loc": self._mean(eta)})
 
     def _root(self) -> Tensor:
-        return torch.linalg.cholesky(self._dense())
+        return linalg.cholesky(self._dense())
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
         noise = torch.randn(n, *eta.shape, dtype=eta.dtype, device=eta.device)
@@ -180,13 +181,13 @@ def inverse(matrix: Tensor) -> Tensor:
     Of torch's ways to solve, this one has right derivatives in every mode: cholesky_inverse is
     wrong in forward mode, and solve at second order over forward mode (2.13).
     """
-    out = torch.linalg.inv(matrix)
+    out = linalg.inv(matrix)
     return (out + out.mT) / 2
 
 
 def log_gaussian(away: Tensor, root: Tensor) -> Tensor:
     """log N(away; 0, root root'), for rows ``(..., M, d)`` and roots ``(..., d, d)``."""
-    white = torch.linalg.solve_triangular(root, away.mT, upper=False)
+    white = linalg.solve_triangular(root, away.mT, upper=False)
     log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)[..., None]
     return -(white.square().sum(-2) + away.shape[-1] * LOG_2PI) / 2 - log_root
 
@@ -261,8 +262,8 @@ class MeanCovarianceGaussian(ExponentialFamily):
 
     def _potential(self, theta: Tensor) -> Tensor:
         first, precision = self._split(theta)
-        root = torch.linalg.cholesky(precision)
-        white = torch.linalg.solve_triangular(root, first[..., None], upper=False)[..., 0]
+        root = linalg.cholesky(precision)
+        white = linalg.solve_triangular(root, first[..., None], upper=False)[..., 0]
         log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return white.square().sum(-1) / 2 - log_root + self._size() * LOG_2PI / 2
 
@@ -271,14 +272,14 @@ class MeanCovarianceGaussian(ExponentialFamily):
 
     def _valid(self, theta: Tensor) -> Tensor | None:
         _, precision = self._split(theta.detach())
-        return torch.linalg.cholesky_ex(precision).info == 0
+        return linalg.cholesky_ex(precision).info == 0
 
     def _hull(self, mean: Tensor) -> Tensor:
         # Rank is judged by correlations: coordinates may be in different units.
         spread = _spread(mean, self._size(mean.shape[-1]))
         variances = spread.diagonal(dim1=-2, dim2=-1)
         unit = torch.where(variances > 0, variances, 1.0).sqrt()
-        lowest = torch.linalg.eigvalsh(spread / unit[..., :, None] / unit[..., None, :])[..., 0]
+        lowest = linalg.eigvalsh(spread / unit[..., :, None] / unit[..., None, :])[..., 0]
         slack = 100 * torch.finfo(mean.dtype).eps
         outside = (variances < 0).any(-1) | (lowest < -slack)
         return coded(outside, (variances == 0).any(-1) | (lowest <= slack))

@@ -84,7 +84,7 @@ def _gaussian(distribution: td.Distribution) -> tuple[Tensor, Tensor] | None:
     """(mean, covariance) of normal laws, the covariance a diagonal or a matrix."""
     match distribution:
         case td.MultivariateNormal() | td.LowRankMultivariateNormal():
-            return distribution.loc, distribution.covariance_matrix
+            return distribution.mean, distribution.covariance_matrix
         case td.Normal():
             return distribution.loc[..., None], distribution.variance[..., None, None]
         case td.Independent() if (

@@ -25,6 +25,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome, Solution
 from cumulant.core.precision import widened
 from cumulant.core.randomness import drawing_from
+from cumulant.core.typed import functions
 from cumulant.measures.calculus import gradient, jacobian, pullback
 from cumulant.measures.entry import Entry, enter
 from cumulant.measures.frame import whitening
@@ -156,7 +157,7 @@ class Measure(ABC):
     def batch_shape(self) -> torch.Size:
         """The shape of the batch of measures."""
         own = ((x, max(0, x.ndim - k)) for x, k in self._leaves().values())
-        return torch.broadcast_shapes((), *(x.shape[:n] for x, n in own))
+        return functions.broadcast_shapes((), *(x.shape[:n] for x, n in own))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from cumulant.core.checks import (
 )
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.core.typed import functions, linalg
 from cumulant.measures.calculus import log_sum_exp
 from cumulant.measures.empirical import Empirical, unpack
 from cumulant.measures.family import ExponentialFamily
@@ -125,7 +126,7 @@ class GaussianMixture(Measure):
                 spread = spread[..., first, second]
             elif self.covariance_type == "isotropic":
                 spread = spread[..., None]
-            batch = torch.broadcast_shapes(means.shape[:-2], spread.shape[:-2])
+            batch = functions.broadcast_shapes(means.shape[:-2], spread.shape[:-2])
             features = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in (means, spread)], -1)
         new = Empirical.__new__(Empirical)
         new.points, new.log_weights, new.values = features, self.log_weights, None
@@ -226,9 +227,9 @@ class GaussianMixture(Measure):
         """Cholesky factors ``(*batch, N or 1, d, d)``."""
         kind, d = self.covariance_type, self.dimension
         if kind == "shared":
-            return torch.linalg.cholesky(self.covariances)[..., None, :, :]
+            return linalg.cholesky(self.covariances)[..., None, :, :]
         if kind == "own":
-            return torch.linalg.cholesky(self.covariances)
+            return linalg.cholesky(self.covariances)
         spread = self.covariances
         spread = spread if kind == "diagonal" else spread[..., None].expand(*spread.shape, d)
         return torch.diag_embed(spread.sqrt())
@@ -240,11 +241,11 @@ class GaussianMixture(Measure):
         noise = torch.randn(n, *eta.shape, dtype=eta.dtype, device=eta.device)
         kind, d = self.covariance_type, self.dimension
         if kind == "shared":
-            root = torch.linalg.cholesky(self.covariances)
+            root = linalg.cholesky(self.covariances)
             return drawn + eta @ self.covariances + noise @ root.mT
         center = self._applied(drawn, eta)
         if kind == "own":
-            root = torch.linalg.cholesky(unpack(drawn[..., d:], d))
+            root = linalg.cholesky(unpack(drawn[..., d:], d))
             return center + (root @ noise[..., None])[..., 0]
         return center + drawn[..., d:].sqrt() * noise
 
@@ -392,7 +393,7 @@ class Mixture(Measure):
         points, own = components.points, components.log_weights
         logs = self.log_weights[..., None].expand(*self.log_weights.shape, points.shape[-2])
         logs = logs if own is None else logs + own
-        batch = torch.broadcast_shapes(points.shape[:-2], logs.shape[:-1])
+        batch = functions.broadcast_shapes(points.shape[:-2], logs.shape[:-1])
         points = points.expand(*batch, *points.shape[-2:])
         return Empirical(points.flatten(-3, -2), logs.expand(*batch, -1).flatten(-2))
 

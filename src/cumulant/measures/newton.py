@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cumulant.core.autodiff import on_tape
 from cumulant.core.outcome import Code, Outcome, Solution
+from cumulant.core.typed import Function, linalg
 from cumulant.measures.frame import Frame
 
 __all__ = ["Problem", "link_by_newton", "wide"]
@@ -70,7 +71,7 @@ def newton_step(
     curvature = torch.where(move[..., None], curvature, eye)
     slope = (mean - problem.value_and_gradient(here)[1]) @ frame.whiten
     # By the inverse: torch's solve has wrong second derivatives over forward mode.
-    step = (torch.linalg.inv(curvature) @ slope[..., None])[..., 0]
+    step = (linalg.inv(curvature) @ slope[..., None])[..., 0]
     return torch.where(move, (here + step @ frame.whiten.mT) @ frame.span, eta)
 
 
@@ -83,13 +84,13 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
 
     def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
         curvature = _curvature(hessian, eta, frame)
-        factor, info = torch.linalg.cholesky_ex(curvature)
+        factor, info = linalg.cholesky_ex(curvature)
         pivot = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
         pivot = torch.where((info == 0) & (pivot > 0), pivot, 0.0)
         thin = _thin(problem, pivot)
         if bool(thin.any()):  # a ridge where there is no curvature left
             eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
-            ridged = torch.linalg.cholesky_ex(curvature + _RIDGE * eye).L
+            ridged = linalg.cholesky_ex(curvature + _RIDGE * eye).L
             factor = torch.where(thin[..., None, None], ridged, factor)
         return factor, pivot
 
@@ -342,7 +343,7 @@ def _search(
     return new, moved
 
 
-class _Solve(torch.autograd.Function):
+class _Solve(Function):
     """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
 
     @staticmethod

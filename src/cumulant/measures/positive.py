@@ -12,6 +12,7 @@ from torch import distributions as td
 from cumulant.core.checks import broadcast, numbers, positive, row_of
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Solution
+from cumulant.core.typed import functions
 from cumulant.measures.family import ExponentialFamily, coded, interval, solved
 
 __all__ = ["Exponential", "FixedShapeGamma", "Gamma"]
@@ -136,7 +137,7 @@ class Gamma(ExponentialFamily):
         got, self._weak = numbers("Gamma", concentration=concentration, rate=rate)
         broadcast("Gamma", **{n: x.shape for n, x in got.items()})
         shape = positive("Gamma", "concentration", got["concentration"])
-        both = torch.broadcast_tensors(-positive("Gamma", "rate", got["rate"]), shape)
+        both = functions.broadcast_tensors(-positive("Gamma", "rate", got["rate"]), shape)
         self._theta = torch.stack(both, -1)[..., None, :]
 
     def _check_size(self) -> None:

@@ -11,6 +11,7 @@ from torch import distributions as td
 
 from cumulant.core.checks import broadcast, numbers, positive
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions
 from cumulant.measures.family import ExponentialFamily, coded
 
 __all__ = ["Beta", "Dirichlet"]
@@ -128,7 +129,7 @@ class Beta(Dirichlet):
             "Beta", concentration1=concentration1, concentration0=concentration0
         )
         broadcast("Beta", **{n: x.shape for n, x in got.items()})
-        both = torch.broadcast_tensors(*(positive("Beta", n, x) for n, x in got.items()))
+        both = functions.broadcast_tensors(*(positive("Beta", n, x) for n, x in got.items()))
         self._theta = torch.stack(both, -1)[..., None, :]
 
     def _check_size(self) -> None:

@@ -10,6 +10,7 @@ from torch import distributions as td
 
 from cumulant.core.checks import common_shape, finite, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.measures.bessel import sphere
 from cumulant.measures.family import ExponentialFamily, coded
 
@@ -51,7 +52,7 @@ class VonMisesFisher(ExponentialFamily):
         )
         largest = direction.detach().abs().amax(-1, keepdim=True)
         direction = direction / torch.where(largest > 0, largest, 1.0)
-        length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+        length = linalg.vector_norm(direction, dim=-1, keepdim=True)
         require(length > 0, lambda: f"{owner}: mean_direction must not be zero.")
         if common_shape(direction.shape[:-1], kappa.shape) is None:
             raise InputError(
@@ -66,12 +67,12 @@ class VonMisesFisher(ExponentialFamily):
     @property
     def concentration(self) -> Tensor:
         """kappa, the length of theta."""
-        return self._shown(torch.linalg.vector_norm(self._theta, dim=-1), 0)
+        return self._shown(linalg.vector_norm(self._theta, dim=-1), 0)
 
     @property
     def mean_direction(self) -> Tensor:
         """theta over its length; the first axis where that is zero."""
-        kappa = torch.linalg.vector_norm(self._theta, dim=-1, keepdim=True)
+        kappa = linalg.vector_norm(self._theta, dim=-1, keepdim=True)
         first = torch.zeros_like(self._theta)
         first[..., 0] = 1.0
         unit = torch.where(kappa > 0, self._theta / torch.where(kappa > 0, kappa, 1.0), first)
@@ -87,7 +88,7 @@ class VonMisesFisher(ExponentialFamily):
         return self._bessel(theta)[1][..., None] * theta
 
     def _hull(self, mean: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(mean, dim=-1)
+        length = linalg.vector_norm(mean, dim=-1)
         return coded(length > 1, length == 1)
 
     def _interior(self, mean: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class VonMisesFisher(ExponentialFamily):
         half = x.shape[-1] / 2
         area = math.log(2) + half * math.log(math.pi) - math.lgamma(half)
         slack = 1e2 * torch.finfo(torch.float32).eps
-        on = (torch.linalg.vector_norm(x, dim=-1) - 1).abs() <= slack
+        on = (linalg.vector_norm(x, dim=-1) - 1).abs() <= slack
         return torch.where(on, x.new_tensor(-area), -torch.inf)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
@@ -113,16 +114,16 @@ class VonMisesFisher(ExponentialFamily):
         """The component along theta by rejection (Wood 1994), then a direction across it."""
         theta = (self._theta + eta).double()
         d = theta.shape[-1]
-        kappa = torch.linalg.vector_norm(theta, dim=-1).expand(n, *theta.shape[:-1])
+        kappa = linalg.vector_norm(theta, dim=-1).expand(n, *theta.shape[:-1])
         axis = theta / torch.where(kappa[0] > 0, kappa[0], 1.0)[..., None]
         still = (kappa[0] == 0)[..., None] & (torch.arange(d, device=theta.device) == 0)
         axis = torch.where(still, 1.0, axis)
         along = _along(d, kappa)
         across = torch.randn(n, *theta.shape, dtype=theta.dtype, device=theta.device)
         across = across - (across * axis).sum(-1, keepdim=True) * axis
-        across = across / torch.linalg.vector_norm(across, dim=-1, keepdim=True).clamp_min(1e-300)
+        across = across / linalg.vector_norm(across, dim=-1, keepdim=True).clamp_min(1e-300)
         x = along[..., None] * axis + (1 - along**2).clamp_min(0).sqrt()[..., None] * across
-        return (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(eta.dtype)
+        return (x / linalg.vector_norm(x, dim=-1, keepdim=True)).to(eta.dtype)
 
 
 def _along(d: int, kappa: Tensor) -> Tensor:

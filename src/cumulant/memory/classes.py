@@ -13,6 +13,7 @@ from torch import Tensor
 from cumulant.attention.inputs import Window, prepare
 from cumulant.core.checks import finite, numbers, real
 from cumulant.core.errors import InputError
+from cumulant.core.typed import tolist
 from cumulant.kernels.rows import summarize
 
 __all__ = ["EDGES", "NAMES", "Classes", "classify"]
@@ -41,7 +42,7 @@ class Classes:
     @property
     def names(self) -> list[str]:
         """I to IV for every head, in the order of a flattened batch; "-" where there is none."""
-        return ["-" if n == 0 else NAMES[n - 1] for n in self.number.reshape(-1).tolist()]
+        return ["-" if n == 0 else NAMES[n - 1] for n in tolist(self.number.reshape(-1))]
 
 
 def classify(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import real, whole
+from cumulant.core.typed import linalg
 from cumulant.memory.dense import Memory
 
 __all__ = ["Comparison", "Run", "compare"]
@@ -84,7 +85,7 @@ def compare(
         states, energies, changes = [x], [memory.energy(x)], list[Tensor]()
         for _ in range(count):
             new = memory.retrieve(x, 1, step_size=size).state
-            changes.append(torch.linalg.vector_norm(new - x, dim=-1))
+            changes.append(linalg.vector_norm(new - x, dim=-1))
             x = new
             memory = Memory(x, beta) if changing else stored
             states.append(x)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cumulant.core.checks import broadcasts_to, finite, real, require
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Snapshot
+from cumulant.core.typed import linalg
 from cumulant.distributed.ranks import Ranks
 from cumulant.distributed.sharded import ShardedKeys
 from cumulant.measures.mixture import GaussianMixture
@@ -221,9 +222,9 @@ class Memory:
         rows = torch.cat([self.patterns, self.separation()[..., None]], -1)
         found = store.take(rows.expand(*xi.shape[:-2], *rows.shape[-2:]), at)
         x, gap = found[..., :-1], found[..., -1]
-        radius = torch.linalg.vector_norm(xi - x, dim=-1)
+        radius = linalg.vector_norm(xi - x, dim=-1)
         if rest is not None:
-            radius = torch.maximum(radius, torch.linalg.vector_norm(rest - x, dim=-1))
+            radius = torch.maximum(radius, linalg.vector_norm(rest - x, dim=-1))
         M = store.largest_norm()
         exponent = self._beta_rows() * (gap - 2 * M * radius)
         if len(self) == 1:

@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str], device: str | torch.device) -> dict[str, 
         if not source.is_file():
             raise InputError(f"load: there is no file {source}.")
         with package.safe_open(str(source), framework="pt", device=str(place)) as file:
-            told = file.metadata() or {}
+            told: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (package.SafetensorError, OSError) as error:
         raise InputError(f"load: {source} is no safetensors file ({error}).") from None

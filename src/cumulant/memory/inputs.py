@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, common_shape, finite, numbers, real, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, tolist
 from cumulant.distributed.facts import Facts
 from cumulant.memory.retrieval import Rows
 
@@ -67,7 +68,7 @@ def beta_facts(beta: float | Tensor) -> Facts:
 
 def same_numbers(at: Tensor) -> Facts:
     """That ranks must be given the same numbers."""
-    return {"index": tuple(at.flatten().tolist())}
+    return {"index": tuple(tolist(at.flatten()))}
 
 
 def given_kind(given: Any, kept: Tensor) -> torch.dtype:
@@ -178,6 +179,6 @@ def one_each(owner: str, index: Any, count: int, shape: torch.Size, device: torc
 def several(owner: str, index: Any, count: int, device: torch.device) -> Tensor:
     """Different numbers, ``(n,)``."""
     at = _numbers(owner, index, count, device).reshape(-1)
-    if len(at.unique()) != len(at):
+    if len(functions.unique(at)) != len(at):
         raise InputError(f"{owner}: index names a pattern twice.")
     return at

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulant.core.checks import holds, real, whole
 from cumulant.core.lazy import Lazy, kept
+from cumulant.core.typed import linalg
 
 __all__ = ["Retrieval", "Rows", "Settled", "energy", "here", "plan", "settle"]
 
@@ -75,7 +76,7 @@ def settle(
         for _ in range(steps):
             before, state = state, update(state)
         if steps:
-            change = torch.linalg.vector_norm((state - before).detach(), dim=-1)
+            change = linalg.vector_norm((state - before).detach(), dim=-1)
         return Settled(state, before, count + steps, change)
     for _ in range(steps):
         moving, going = still(change > tol)
@@ -87,11 +88,11 @@ def settle(
             new = update(old)
             before = before.index_copy(0, where, old)
             state = state.index_copy(0, where, new)
-            moved = torch.linalg.vector_norm((new - old).detach(), dim=-1)
+            moved = linalg.vector_norm((new - old).detach(), dim=-1)
             change = change.index_copy(0, where, moved)
         else:
             new = update(state)
-            moved = torch.linalg.vector_norm((new - state).detach(), dim=-1)
+            moved = linalg.vector_norm((new - state).detach(), dim=-1)
             before = torch.where(moving[..., None], state, before)
             state = torch.where(moving[..., None], new, state)
             change = torch.where(moving, moved, change)

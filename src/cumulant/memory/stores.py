@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cumulant.attention.sharded import attend_sharded
 from cumulant.core.errors import InputError
+from cumulant.core.typed import linalg
 from cumulant.distributed import maps
 from cumulant.distributed.facts import Facts
 from cumulant.distributed.sharded import ShardedKeys
@@ -59,7 +60,7 @@ class Local:
 
     def largest_norm(self) -> Tensor:
         """M = max |x_i|, ``(*sets, 1)``."""
-        return torch.linalg.vector_norm(self._patterns, dim=-1).amax(-1, keepdim=True)
+        return linalg.vector_norm(self._patterns, dim=-1).amax(-1, keepdim=True)
 
     def best(self, xi: Tensor) -> tuple[Tensor, Tensor]:
         """The largest <x_i, xi> and its i, ``(*batch, Q)``."""
@@ -117,7 +118,7 @@ class Sharded:
         return Answer(lambda: found.mean, lambda: found.log_normalizer)
 
     def largest_norm(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self._patterns, dim=-1)
+        norms = linalg.vector_norm(self._patterns, dim=-1)
         norm = torch.nn.functional.pad(norms, (0, 1)).amax(-1, keepdim=True)  # some have none
         # Patterns of one norm share its gradient, on one rank as over several.
         top = maps.largest(norm, self._ranks)
@@ -134,7 +135,7 @@ class Sharded:
         number = torch.where(found, index + self._shard.before, self.count())
         number = -self._ranks.largest(-number)  # the first of equals
         if counts is not None:
-            top, number = (x.split(counts, -1)[self._ranks.rank] for x in (top, number))
+            top, number = (torch.split(x, counts, -1)[self._ranks.rank] for x in (top, number))
         return top, number
 
     def gaps(self) -> Tensor:

@@ -15,6 +15,7 @@ from cumulant.core.checks import broadcasts_to, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
 from cumulant.core.precision import wide, widened
+from cumulant.core.typed import linalg
 from cumulant.kernels.search import largest
 from cumulant.memory.retrieval import Settled, energy, plan, settle
 
@@ -88,7 +89,7 @@ class Association(Lazy):
     def _largest_norm(self) -> Tensor:
         """M over the patterns that a state sees, ``(batch, heads, L or 1)``."""
         s = self._space
-        norms = torch.linalg.vector_norm(s.stored, dim=-1)
+        norms = linalg.vector_norm(s.stored, dim=-1)
         if norms.shape[-1] == 0:
             return norms.new_zeros(1)
         if s.mask is None:
@@ -393,7 +394,7 @@ class Hopfield(nn.Module):
         x = x if norm is None else norm(x)
         if project is None:
             return x[:, None].expand(-1, self.heads, -1, -1)
-        return project(x).unflatten(-1, (self.heads, size)).transpose(-3, -2)
+        return torch.unflatten(project(x), -1, (self.heads, size)).transpose(-3, -2)
 
 
 def _append(x: Tensor, row: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cumulant.attention import attend
 from cumulant.attention.attended import Attended
 from cumulant.core.lazy import Lazy, kept
+from cumulant.core.typed import functions, linalg
 
 __all__ = ["Heads", "Maps", "dense", "diagonal", "low_rank"]
 
@@ -82,7 +83,7 @@ class Heads(Lazy):
         of both heads side by side, times a number for each query.
         """
         query, key = (
-            torch.cat(torch.broadcast_tensors(x[..., first, :, :], x[..., second, :, :]), -1)
+            torch.cat(functions.broadcast_tensors(x[..., first, :, :], x[..., second, :, :]), -1)
             for x in (self.query, self.key)
         )
         mask, beside = self._mask_of(first), self._mask_of(second)
@@ -142,7 +143,7 @@ def diagonal(heads: Heads, maps: Maps, variance: Tensor | None, *, residual: boo
     carried = None
     if variance is not None:
         carried = variance @ maps.inward.square().mT
-        carried = carried.unflatten(-1, (heads.count, -1)).transpose(-3, -2)
+        carried = torch.unflatten(carried, -1, (heads.count, -1)).transpose(-3, -2)
     joined = maps.noise.expand(*heads.query.shape[:-3], heads.query.shape[-2], -1)
     found = _mixed_variance(heads, carried) if maps.mixture else _averaged_variance(heads, carried)
     if found is not None:
@@ -235,7 +236,7 @@ def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
     for h in range(count):
         carried = None
         if rows is not None:  # (*b, N, d, heads, d) to (*b, heads, N, d, d)
-            carried = rows(h).unflatten(-1, (count - h, size)).movedim(-2, -4)
+            carried = torch.unflatten(rows(h), -1, (count - h, size)).movedim(-2, -4)
         if mixture:
             own = None if carried is None else carried[..., 0, :, :, :]
             table[h].append(_mixed(heads, h, own))
@@ -244,8 +245,8 @@ def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
             table[h] += [heads.query.new_zeros(shape)] * (count - g)
         elif g < count:
             values = carried[..., g - h :, :, :, :].flatten(-2)
-            read = heads.read_together(slice(h, h + 1), slice(g, None), values).unflatten(
-                -1, (size, size)
+            read = torch.unflatten(
+                heads.read_together(slice(h, h + 1), slice(g, None), values), -1, (size, size)
             )
             table[h] += read.unbind(-4)
         for g in range(h + 1, count):
@@ -263,7 +264,7 @@ def _mixed(heads: Heads, h: int, carried: Tensor | None) -> Tensor:
         square = square + carried[..., i, j]
     value = torch.cat([m, square], -1).unsqueeze(-3)
     read = heads.read(value, slice(h, h + 1)).mean.squeeze(-3)
-    first, second = read.split([size, len(i)], -1)
+    first, second = torch.split(read, [size, len(i)], -1)
     half = second - first[..., i] * first[..., j]
     half = torch.where(i == j, half.clamp_min(0.0), half)
     place = torch.empty(size, size, dtype=torch.long, device=i.device)
@@ -283,7 +284,7 @@ def _truncated(covariance: Tensor, rank: int) -> Tensor:
     steps = torch.arange(size, dtype=covariance.dtype, device=covariance.device) / size
     tilted = covariance + torch.diag_embed(finest * scale * steps)
     # What is not finite is told by the layer, not by the eigenvalue routine.
-    values, vectors = torch.linalg.eigh(tilted.nan_to_num(0.0, 0.0, 0.0))
+    values, vectors = linalg.eigh(tilted.nan_to_num(0.0, 0.0, 0.0))
     values = torch.where(covariance.sum((-2, -1)).isfinite()[..., None], values, torch.nan)
     values, vectors = values[..., -rank:].flip(-1), vectors[..., -rank:].flip(-1)
     kept = ~(values <= 10 * finest * scale)

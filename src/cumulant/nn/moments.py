@@ -169,9 +169,11 @@ class MomentAttention(nn.Module):
                 f"{me}.from_attention takes self-attention, but this layer has kdim or vdim, "
                 "add_bias_kv or add_zero_attn."
             )
+        width: int = attention.embed_dim
+        heads: int = attention.num_heads
         layer = cls(
-            attention.embed_dim,
-            attention.num_heads,
+            width,
+            heads,
             covariance=covariance,
             rank=rank,
             reading=reading,
@@ -258,7 +260,7 @@ class MomentAttention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """``(*batch, heads, N, head features)``."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        return torch.unflatten(x, -1, (self.num_heads, -1)).transpose(-3, -2)
 
     def _wide(self, dtype: torch.dtype) -> Maps:
         inward, outward = (x.weight.to(dtype) for x in (self.project_value, self.project_output))

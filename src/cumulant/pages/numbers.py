@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 __all__ = ["count", "deviation", "fact", "finite", "flat", "number", "share"]
 
@@ -64,7 +64,7 @@ def flat(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     for name, value in facts.items():
         label = str(name).replace("_", " ")
         if isinstance(value, Mapping):
-            rows += [(f"{label} {inner}", x) for inner, x in flat(dict(value))]
+            rows += [(f"{label} {inner}", x) for inner, x in flat(cast(Mapping[str, Any], value))]
         elif value is not None:
             rows.append((label, value))
     return rows
@@ -79,5 +79,5 @@ def fact(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(fact(v) for v in value)
+        return ", ".join(fact(v) for v in cast(Iterable[Any], value))
     return str(value)

@@ -29,7 +29,8 @@ def close(a: Any, b: Any, tol: float = 1e-9) -> None:
 
 def _statistic(h: Measure, x: Tensor) -> Tensor:
     """u(x): the family's statistic, or x itself."""
-    return getattr(h, "statistic", lambda y: y)(x)  # pyright: ignore[reportUnknownLambdaType]
+    statistic: Callable[[Tensor], Tensor] | None = getattr(h, "statistic", None)
+    return x if statistic is None else statistic(x)
 
 
 class MeasureCase:
@@ -227,7 +228,7 @@ class MeasureCase:
         for name in ("log_normalizer", "mean", "covariance", "relative_entropy"):
             method = getattr(h, name)
             close(vmap(method)(eta), method(eta))
-            close(vmap(method)(eta.reshape(2, 2, -1)), method(eta).unflatten(0, (2, 2)))
+            close(vmap(method)(eta.reshape(2, 2, -1)), torch.unflatten(method(eta), 0, (2, 2)))
         mean = h.mean(eta)
         close(vmap(h.link)(mean), h.link(mean), 1e-8)
         close(vmap(h.dual)(mean), h.dual(mean), 1e-8)

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attend, scaled_dot_product_attention
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import take_step
 from cumulant.derivatives import differentiable
 from cumulant.kernels.attention import Options
 from cumulant.kernels.rows import summarize
@@ -138,7 +139,7 @@ def _training_cases() -> dict[str, Callable[[], object]]:
     def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer)
 
     def ours() -> None:
         with differentiable():

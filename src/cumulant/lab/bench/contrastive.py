@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cumulant.contrastive import info_nce
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import backward
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
 
@@ -53,7 +54,7 @@ def _train(
 
     def run() -> None:
         q.grad = k.grad = None
-        loss(q, k, symmetric).backward()
+        backward(loss(q, k, symmetric))
 
     return run
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cumulant import dynamics
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import linalg
 from cumulant.lab.bench.timing import Row, interleave, row
 
 __all__ = ["run"]
@@ -58,7 +59,7 @@ def contractions() -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
     double = torch.float64
     x = _random(32, 16, dtype=double)
     raw = _random(16, 16, dtype=double)
-    W: Tensor = 0.95 * raw / torch.linalg.matrix_norm(raw, 2)
+    W: Tensor = 0.95 * raw / linalg.matrix_norm(raw, 2)
     patterns = _random(64, 16, dtype=double)
     return {
         "affine, norm 0.95": (lambda z: F.linear(z, W) + 1, x),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import linalg
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, interleave, row
 from cumulant.memory import Memory
@@ -28,7 +29,7 @@ def plain_hopfield(state: Tensor, patterns: Tensor, beta: float, steps: int) -> 
     for _ in range(steps):
         weights = torch.softmax(torch.bmm(q * beta, k.mT), dim=-1)
         q = torch.bmm(weights, k)
-        if before is not None and float(torch.linalg.vector_norm(weights - before)) <= 1e-4:
+        if before is not None and float(linalg.vector_norm(weights - before)) <= 1e-4:
             break
         before = weights
     return q[0]

@@ -20,6 +20,7 @@ import torch
 
 import cumulant
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, random
 from cumulant.lab.claims.claim import (
     EVIDENCE,
     OPEN,
@@ -195,8 +196,8 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
         return replace(entry, not_run=need)
     own = zlib.crc32(f"{seed} {claim.id}".encode())
     started = time.perf_counter()
-    with torch.random.fork_rng(), _own_settings():
-        torch.manual_seed(own)
+    with random.fork_rng(), _own_settings():
+        functions.manual_seed(own)
         try:
             result: Result | None = claim.experiment(Trial(own, quick))
             crash = None

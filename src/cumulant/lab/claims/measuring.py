@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import backward, functions, linalg, take_step
+
 __all__ = [
     "fitted",
     "gap",
@@ -34,7 +36,7 @@ def gap(ours: Any, truth: Any) -> float:
 
 def relative(ours: Tensor, truth: Tensor) -> float:
     """|ours - truth| / |truth|, Frobenius."""
-    return float((ours - truth).norm() / truth.norm())
+    return float(linalg.vector_norm(ours - truth) / linalg.vector_norm(truth))
 
 
 def median(values: Tensor | Sequence[float]) -> float:
@@ -60,7 +62,7 @@ def integrated(rate: Callable[[Any], Any], start: Tensor, end: float, **options:
 
     solve: Any = import_module("scipy.integrate").solve_ivp
     path = solve(flat, (0, end), start.numpy().ravel(), **options)
-    return torch.from_numpy(path.y[:, -1].reshape(start.shape))
+    return functions.from_numpy(path.y[:, -1].reshape(start.shape))
 
 
 def minimized(objective: Callable[[Any], Any], start: Any, **options: Any) -> Any:
@@ -72,7 +74,7 @@ def pair_ratios(before: Tensor, after: Tensor) -> Tensor:
     """Distances after over distances before, over all pairs of points ``(..., N, d)``."""
     i, j = torch.triu_indices(before.shape[-2], before.shape[-2], 1)
     after, before = (x[..., i, :] - x[..., j, :] for x in (after, before))
-    return after.norm(dim=-1) / before.norm(dim=-1)
+    return linalg.vector_norm(after, dim=-1) / linalg.vector_norm(before, dim=-1)
 
 
 def fitted(loss: Callable[[Tensor], Tensor], start: Tensor, **options: Any) -> Tensor:
@@ -83,8 +85,8 @@ def fitted(loss: Callable[[Tensor], Tensor], start: Tensor, **options: Any) -> T
     def closure() -> Any:
         optimizer.zero_grad()
         value = loss(found)
-        value.backward()
+        backward(value)
         return value
 
-    optimizer.step(closure)
+    take_step(optimizer, closure)
     return found.detach()

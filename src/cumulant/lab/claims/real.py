@@ -49,7 +49,7 @@ def passage_ids() -> Tensor:
 def split(x: Tensor) -> Tensor:
     """``(N, D)`` to ``(H, N, d)``."""
     heads = loaded().model.config.num_attention_heads
-    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(-3, -2)
 
 
 @cache

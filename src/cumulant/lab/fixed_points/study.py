@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cumulant.core.files import make_folder, write_file
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import linalg, tolist
 from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
 from cumulant.dynamics.gaussian_path import gaussian_flow
 from cumulant.dynamics.gaussianity import gaussianity
@@ -85,9 +86,7 @@ def gaussian_kept(
                         "times": [STEP * k for k in at],
                         "rejected": [share for share, _ in seen],
                         "distance": [distance for _, distance in seen],
-                        "null": gaussianity(x[0, :, :2], draws=DRAWS)
-                        .null_quantiles.div(n)
-                        .tolist(),
+                        "null": tolist(gaussianity(x[0, :, :2], draws=DRAWS).null_quantiles.div(n)),
                     }
                 )
     return found
@@ -96,7 +95,7 @@ def gaussian_kept(
 def _tested(x: Tensor) -> tuple[float, float | None]:
     """The share rejected, and the median energy distance of the clouds that have one."""
     away = x - x.mean(-2, keepdim=True)
-    values = torch.linalg.eigvalsh(away.mT @ away)
+    values = linalg.eigvalsh(away.mT @ away)
     full = values[..., 0] > 1e-10 * values[..., -1]
     if not bool(full.any()):
         return 1.0, None
@@ -114,14 +113,14 @@ def cluster_counts(
     betas: list[float], n: int, seeds: int, end: float, tick: Tick
 ) -> list[dict[str, Any]]:
     """On the sphere in three dimensions: the mean number of clusters against time."""
-    times = [0.0, *torch.logspace(-0.5, torch.tensor(end).log10().item(), 24).tolist()]
+    times = [0.0, *tolist(torch.logspace(-0.5, torch.tensor(end).log10().item(), 24))]
     found: list[dict[str, Any]] = []
     for beta in betas:
         tick(f"sphere, beta = {beta:g}")
         x = torch.stack([_cloud("sphere", n, 3, seed=s) for s in range(seeds)])
         run = flow(x, times, beta=beta, contraction=Sphere(), rtol=1e-6, atol=1e-8)
         count = clusters(run.states).count.double().mean(-1)
-        found.append({"beta": beta, "times": times, "clusters": count.tolist()})
+        found.append({"beta": beta, "times": times, "clusters": tolist(count)})
     return found
 
 
@@ -137,8 +136,8 @@ def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {
             "points": None,
-            "times": law.times.tolist(),
-            "variance": law.covariance[:, 0, 0].tolist(),
+            "times": tolist(law.times),
+            "variance": tolist(law.covariance[:, 0, 0]),
             "blow_up_time": float(law.blow_up_time),
         }
     ]
@@ -151,8 +150,8 @@ def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
         found.append(
             {
                 "points": n,
-                "times": path.times.tolist(),
-                "variance": path.observables["variance"].tolist(),
+                "times": tolist(path.times),
+                "variance": tolist(path.observables["variance"]),
             }
         )
     return found
@@ -181,7 +180,7 @@ def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
             {
                 "contraction": name,
                 "times": [STEP * k for k in shown],
-                "clouds": [_in_the_plane(states[k], name).tolist() for k in shown],
+                "clouds": [tolist(_in_the_plane(states[k], name)) for k in shown],
             }
         )
     return found

@@ -15,6 +15,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
 from cumulant.core.journal import Journal
 from cumulant.core.progress import Progress, ProgressCallback
+from cumulant.core.typed import tolist
 from cumulant.filtering.filters import filter
 from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
@@ -174,12 +175,12 @@ def _series(progress: ProgressCallback) -> Content:
         "source": "US Bureau of Labor Statistics by way of FRED and statsmodels (public domain)",
         "state": state,
         "dates": labels,
-        "observed": [None if x != x else x for x in series.values[:, 0].tolist()],
-        "mean": mean.tolist(),
-        "low": (mean - spread).tolist(),
-        "high": (mean + spread).tolist(),
+        "observed": [None if x != x else x for x in tolist(series.values[:, 0])],
+        "mean": tolist(mean),
+        "low": tolist(mean - spread),
+        "high": tolist(mean + spread),
         "modes": names.modes,
-        "probabilities": later.mode_probabilities.T.tolist(),
+        "probabilities": tolist(later.mode_probabilities.T),
         "log_likelihood": float(post.log_likelihood),
         "sentences": [
             f"Over {post.steps} quarters, {labels[0]} to {labels[-1]}, times are {rare.name} "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical
+from cumulant.core.typed import linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, minimized
@@ -101,7 +102,7 @@ def dual(trial: Trial, h: Empirical, margins: Tensor) -> tuple[Tensor, dict[str,
     best, base = least * h.probabilities(h.link(zero)), np.full(len(margins), 1 / len(margins))
     divergence = float(special.kl_div(best.numpy(), base).sum())
     # No other measure with worthless stumps is closer: steps in the null space of the margins.
-    null = torch.linalg.svd(margins.T, full_matrices=True).Vh[torch.linalg.matrix_rank(margins) :]
+    null = linalg.svd(margins.T, full_matrices=True).Vh[linalg.matrix_rank(margins) :]
     away = trial.normal(200, len(null)) @ null
     reach = (best / away.abs()).amin(-1, keepdim=True)
     others = best + trial.uniform(200, 1) * reach * away

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant import dynamics, nn
+from cumulant.core.typed import linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -70,7 +71,7 @@ def stored(run: Any) -> int:
 
 def linear_gap(x: Tensor, A: Tensor, target: Tensor) -> float:
     """z = z A + x has the solution x (I - A)^-1, and so has its derivative."""
-    inverse = torch.linalg.inv(torch.eye(len(A), dtype=x.dtype) - A)
+    inverse = linalg.inv(torch.eye(len(A), dtype=x.dtype) - A)
     source = x.clone().requires_grad_()
     solved = dynamics.fixed_point(
         lambda z: z @ A + source, torch.zeros_like(x), batch_dims=1, tol=1e-13
@@ -83,7 +84,7 @@ def measure(trial: Trial) -> Found:
     """`nn.Equilibrium` against the same layer unrolled, and a linear one against its inverse."""
     d = trial.size(16, 8)
     start = trial.normal(d, d)
-    A = 0.85 * start / torch.linalg.matrix_norm(start, 2)
+    A = 0.85 * start / linalg.matrix_norm(start, 2)
     W = A.clone().requires_grad_()
     x, target = trial.normal(12, d), trial.normal(12, d)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, FixedShapeGamma, GaussianMixture, Measure
+from cumulant.core.typed import tolist
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -118,7 +119,7 @@ def measure(trial: Trial) -> Found:
     skew: dict[str, tuple[Tensor, Tensor]] = {}
     for name, (h, density, ends) in laws().items():
         ours = derivatives(h, y)
-        truth = torch.tensor([cumulants(density, ends, at) for at in y.tolist()], dtype=y.dtype)
+        truth = torch.tensor([cumulants(density, ends, at) for at in tolist(y)], dtype=y.dtype)
         off.append((ours - truth).abs().amax(0))
         mirrored.append(gap(h.log_normalizer(-y[:, None]), ours[:, 0]))
         skew[name] = ours[:, 3], truth[:, 3]

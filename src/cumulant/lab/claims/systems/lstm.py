@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import fitted, gap, integrated, order
@@ -142,13 +143,13 @@ def warped(trial: Trial, x: Tensor) -> tuple[float, float, float]:
     for k in counts:
         some = slice(None, None, counts[-1] // k)
         run = gated_run(x, fine[some].diff(), contraction=sphere)
-        errors.append(float((run - flow[some]).norm(dim=(-2, -1)).max()))
+        errors.append(float(linalg.vector_norm(run - flow[some], dim=(-2, -1)).max()))
     gate = trial.uniform(8, 1)
     by_hand = x + gate * (BETA * x @ x.mT).softmax(-1) @ x
     own = dynamics.simulate(x, many, step_size=gate / many, every=many, **how).final
     alone = dynamics.flow(x, gate.flatten().sort().values, **how).states
     there = alone[gate.flatten().argsort().argsort(), torch.arange(8)]
-    off = float((own - there).norm() / (alone[-1] - x).norm())
+    off = float(linalg.vector_norm(own - there) / linalg.vector_norm(alone[-1] - x))
     step_gap = gap(dynamics.step(x, beta=BETA, step_size=gate), by_hand)
     return order(counts, errors), step_gap, off
 
@@ -166,7 +167,7 @@ def measure(trial: Trial) -> Found:
     found = learned(teacher[:-1], teacher[1:], kind, 4, patterns)
     constant = learned(teacher[:-1], teacher[1:], torch.zeros_like(kind), 1, patterns)
     lag = [
-        (gated_run(start, gates, patterns=patterns) - teacher).norm(dim=(-2, -1))
+        linalg.vector_norm(gated_run(start, gates, patterns=patterns) - teacher, dim=(-2, -1))
         for gates in (found[kind], constant.expand(ticks))
     ]
     gru, tied, free = cells(trial)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cumulant import Attended, attend, contrastive
+from cumulant.core.typed import linalg, special
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -49,14 +50,16 @@ CLAIM = Claim(
 
 def published(key: Tensor, rows: Tensor, strength: Tensor) -> Tensor:
     """Graves et al. (2014), eqs. 5 and 6: weights over the memory's rows."""
-    similarity = (key @ rows.mT) / (key.norm(dim=-1)[..., None] * rows.norm(dim=-1))
+    similarity = (key @ rows.mT) / (
+        linalg.vector_norm(key, dim=-1)[..., None] * linalg.vector_norm(rows, dim=-1)
+    )
     raised = (strength[..., None] * similarity).exp()
     return raised / raised.sum(-1, keepdim=True)
 
 
 def entropy(weights: Tensor) -> Tensor:
     """In nats, by its definition."""
-    return torch.special.entr(weights).sum(-1)
+    return special.entr(weights).sum(-1)
 
 
 def measure(trial: Trial) -> Found:

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, integrated, order
@@ -82,7 +83,10 @@ def measure(trial: Trial) -> Found:
         true, how = exact(kind, x, weights), dict[str, Any](contraction=contraction, **given)
         gaps.append(gap(dynamics.flow(x, [1.0], **how).final, true))
         runs = [dynamics.simulate(x, k, step_size=1 / k, every=k, **how) for k in (1, *depths)]
-        lines[kind] = [float((run.final - true).norm() / (true - x).norm()) for run in runs]
+        lines[kind] = [
+            float(linalg.vector_norm(run.final - true) / linalg.vector_norm(true - x))
+            for run in runs
+        ]
     orders = {kind: order(depths, errors[1:]) for kind, errors in lines.items()}
     low, high = f"{min(orders.values()):.2f}", f"{max(orders.values()):.2f}"
     numbers = {

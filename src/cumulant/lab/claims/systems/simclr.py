@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant import contrastive
+from cumulant.core.typed import backward, linalg, take_step
 from cumulant.figures import MUTED, cycle, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -50,7 +51,9 @@ def published(z: Tensor, temperature: float) -> Tensor:
     """Chen et al. (2020), eq. 1 and Algorithm 1, pair by pair: rows 2k and 2k + 1 are views."""
     total = z.new_zeros(())
     for i in range(len(z)):
-        similarity = (z @ z[i]) / (z.norm(dim=-1) * z[i].norm()) / temperature
+        similarity = (
+            (z @ z[i]) / (linalg.vector_norm(z, dim=-1) * linalg.vector_norm(z[i])) / temperature
+        )
         others = torch.cat([similarity[:i], similarity[i + 1 :]])  # 1[k ≠ i]
         total = total - (similarity[i ^ 1] - others.exp().sum().log())
     return total / len(z)
@@ -100,7 +103,7 @@ def measure(trial: Trial) -> Found:
     """Value and gradient written out; then a linear encoder learns what two views share."""
     value, slope = agreement(trial)
     # Orthogonal columns: from nearly parallel ones training takes long to open the circle.
-    encoder = torch.linalg.qr(trial.normal(8, 2)).Q.clone().requires_grad_()
+    encoder = linalg.qr(trial.normal(8, 2)).Q.clone().requires_grad_()
     angle, *held = views(trial, 500)
 
     def encoded() -> list[Tensor]:
@@ -111,8 +114,8 @@ def measure(trial: Trial) -> Found:
     for _ in range(120):
         _, first, second = views(trial, trial.size(512, 256))
         optimizer.zero_grad()
-        contrastive.nt_xent(first @ encoder, second @ encoder, 0.2).backward()
-        optimizer.step()
+        backward(contrastive.nt_xent(first @ encoder, second @ encoder, 0.2))
+        take_step(optimizer)
     end = encoded()
     # On the circle the mean of exp(−2‖z − z'‖²) under the uniform law is e⁻⁴ I₀(4).
     apart = uniformity(torch.cat(end)) - math.log(float(import_module("scipy.special").ive(0, 4.0)))

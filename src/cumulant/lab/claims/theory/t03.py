@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cumulant import Gaussian
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -50,8 +51,8 @@ def measure(trial: Trial) -> Found:
     line = torch.arange(-14, 14, step, dtype=torch.float64)
     x = torch.cartesian_prod(line, line)
     away = x - m
-    density = torch.exp(-((away @ torch.linalg.inv(spread)) * away).sum(-1) / 2)
-    density /= 2 * math.pi * torch.linalg.det(spread).sqrt()
+    density = torch.exp(-((away @ linalg.inv(spread)) * away).sum(-1) / 2)
+    density /= 2 * math.pi * linalg.det(spread).sqrt()
     tilted = density * torch.exp(eta @ x.T) * step**2
     total = tilted.sum(-1)
     mean = tilted @ x / total[:, None]
@@ -78,7 +79,7 @@ def draw(figure: Any, seen: Any) -> None:
     axes = figure.subplots()
     turn = torch.linspace(0, 2 * math.pi, 100, dtype=torch.float64)
     circle = torch.stack([turn.cos(), turn.sin()], -1)
-    ellipse = circle @ torch.linalg.cholesky(seen.spread).T
+    ellipse = circle @ linalg.cholesky(seen.spread).T
     axes.plot(*(seen.m + ellipse).T, color=INK, label="h, at one standard deviation")
     for i, push in enumerate(torch.tensor([[2.0, 0.0], [-1.0, 2.2], [-1.0, -2.2]]).double()):
         to, color = seen.h.mean(push[None])[0], series_color(i)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cumulant as cm
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -99,8 +100,10 @@ def sphere_gap(trial: Trial) -> float:
     worst = 0.0
     for d in (2, 3, 10):
         eta, theta = 3 * trial.normal(20, d), trial.normal(d)
-        truth = bessel((theta + eta).norm(dim=-1), d) - bessel(theta.norm(), d)
-        h = cm.VonMisesFisher(theta, theta.norm())
+        truth = bessel(linalg.vector_norm(theta + eta, dim=-1), d) - bessel(
+            linalg.vector_norm(theta), d
+        )
+        h = cm.VonMisesFisher(theta, linalg.vector_norm(theta))
         worst = max(worst, gap(h.log_normalizer(eta), truth))
     return worst
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, maximum_entropy
+from cumulant.core.typed import linalg, special
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, minimized
@@ -79,9 +80,9 @@ def entropies(trial: Trial) -> dict[str, float]:
     conditions = torch.cat([torch.ones(10, 1, dtype=torch.float64), x], -1)
     wanted = torch.cat([torch.ones(1, dtype=torch.float64), target])
     # Other laws with the same total and mean: steps in the null space of both conditions.
-    away = torch.linalg.qr(conditions, mode="complete").Q[:, 3:] @ trial.normal(7, 500)
+    away = linalg.qr(conditions, mode="complete").Q[:, 3:] @ trial.normal(7, 500)
     others = p[:, None] + trial.uniform(500) * away * (p[:, None] / away.abs()).amin(0)
-    more = torch.special.entr(others).sum(0) - torch.special.entr(p).sum()
+    more = special.entr(others).sum(0) - special.entr(p).sum()
     return {
         "primal_gap": gap(p, primal(conditions.numpy(), wanted.numpy())),
         "more_entropy": float(more.max()),
@@ -96,7 +97,7 @@ def links(trial: Trial) -> dict[str, float]:
     means = torch.cat([shares @ cloud, corners])
     eta = Empirical(cloud).link(means)
     # In a plane η is the shortest, so nothing of it leaves the plane.
-    basis = torch.linalg.qr(trial.normal(4, 4)).Q
+    basis = linalg.qr(trial.normal(4, 4)).Q
     flat = trial.normal(20, 2) @ basis[:2] + trial.normal(4)
     across = Empirical(flat).link(shares[:20, :20].softmax(-1) @ flat) @ basis[2:].T
     return {
@@ -113,7 +114,7 @@ def undamped(points: Tensor, means: Tensor) -> float:
         p = (eta @ points.T).softmax(-1)
         away = points - (p @ points)[:, None]
         fisher = torch.einsum("mn,mna,mnb->mab", p, away, away)
-        step = torch.linalg.pinv(fisher.nan_to_num(0.0, 0.0, 0.0)) @ (means - p @ points)[..., None]
+        step = linalg.pinv(fisher.nan_to_num(0.0, 0.0, 0.0)) @ (means - p @ points)[..., None]
         eta = eta + step[..., 0].nan_to_num(0.0, 0.0, 0.0)
     reached = ((eta @ points.T).softmax(-1) @ points - means).abs().amax(-1) < 1e-6
     return 1 - float(reached.double().mean())

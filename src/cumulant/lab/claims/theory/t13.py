@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, MUTED, series_color, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, integrated
@@ -79,7 +80,7 @@ def measure(trial: Trial) -> Found:
     first_order = STEP * ascent(x, x).square().sum(-1)
     jacobian: Any = torch.func.jacrev(layer)(x)
     joint = jacobian.reshape(x.numel(), -1) - torch.eye(x.numel(), dtype=x.dtype)
-    start = x / x.norm(dim=-1, keepdim=True)
+    start = x / linalg.vector_norm(x, dim=-1, keepdim=True)
     flowed = dynamics.flow(start, [0.5], beta=BETA, contraction=dynamics.Sphere()).final
     numbers = {
         "gradient_gap": gap(moved - x, STEP * ascent(x, x)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, pair_ratios
@@ -102,7 +103,7 @@ def between_clouds(trial: Trial) -> Tensor:
         return dynamics.step(z.reshape(3, 2), beta=2.0).flatten()
 
     jacobian: Any = torch.stack([torch.func.jacrev(sublayer)(z.flatten()) for z in x])
-    return torch.linalg.svdvals(jacobian)[:, -1].min()
+    return linalg.svdvals(jacobian)[:, -1].min()
 
 
 def measure(trial: Trial) -> Found:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, median, pair_ratios
@@ -63,7 +64,7 @@ def singular_values(contraction: dynamics.Contraction, x: Tensor) -> Tensor:
     def alone(z: Tensor) -> Tensor:
         return contraction(z[None])[0]
 
-    return torch.stack([torch.linalg.svdvals(torch.func.jacrev(alone)(z)) for z in x])
+    return torch.stack([linalg.svdvals(torch.func.jacrev(alone)(z)) for z in x])
 
 
 def expected(size: Tensor, d: int, zeros: int) -> Tensor:
@@ -80,7 +81,7 @@ def rejected(x: Tensor, draws: int) -> tuple[float, float]:
 def singular_gap(trial: Trial) -> float:
     """Singular values of sphere, RMS norm and layer norm, against closed forms."""
     x = RADII[:, None] * F.normalize(trial.normal(24, WIDTH), dim=-1)
-    centered = (x - x.mean(-1, keepdim=True)).norm(dim=-1)
+    centered = linalg.vector_norm(x - x.mean(-1, keepdim=True), dim=-1)
     cases = (
         (dynamics.Sphere(), 1 / RADII, 1),
         (dynamics.RMSNorm(), WIDTH**0.5 / RADII, 1),
@@ -98,7 +99,9 @@ def measure(trial: Trial) -> Found:
     out = dynamics.LayerNorm(gain, bias)(sets)
     away = out - out.mean(-2, keepdim=True)
     covariance = away.mT @ away / n
-    off = (covariance - torch.diag(gain.square())).norm(dim=(-2, -1)) / gain.square().norm()
+    off = linalg.vector_norm(
+        covariance - torch.diag(gain.square()), dim=(-2, -1)
+    ) / linalg.vector_norm(gain.square())
     white = dynamics.Whiten()(sets)
     singular = singular_gap(trial)
     directions = trial.normal(60, WIDTH)

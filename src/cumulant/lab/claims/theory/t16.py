@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, integrated, order
@@ -77,7 +78,7 @@ def unrolled(z: Tensor, patterns: Tensor, rounds: int) -> Tensor:
     """The same sublayer many times over, in plain torch."""
     for _ in range(rounds):
         z = z + (BETA * z @ patterns.mT).softmax(-1) @ patterns
-        z = z / z.norm(dim=-1, keepdim=True)
+        z = z / linalg.vector_norm(z, dim=-1, keepdim=True)
     return z
 
 
@@ -97,11 +98,13 @@ def measure(trial: Trial) -> Found:
     patterns = 0.3 * trial.normal(6, 3) + torch.tensor([1.0, 0.0, 0.0], dtype=x.dtype)
     steps = [16, 32, 64, 128] if trial.quick else [64, 128, 256, 512, 1024]
     true = exact(x, None, 1.0)
-    errors = [float((layered(x, k, 1) - true).norm()) for k in steps]
+    errors = [float(linalg.vector_norm(layered(x, k, 1) - true)) for k in steps]
     # A gate of its own for each token: with fixed patterns token i lives in the time g_i t.
     gate = 0.3 + 1.2 * trial.uniform(8, 1)
     own = torch.cat([exact(x[i : i + 1], patterns, float(gate[i])) for i in range(8)])
-    warped = [float((layered(x, k, gate, patterns=patterns) - own).norm()) for k in steps]
+    warped = [
+        float(linalg.vector_norm(layered(x, k, gate, patterns=patterns) - own)) for k in steps
+    ]
     found, value_gap, gradient_gap = repeated(trial, x, patterns)
     orders = {"order": order(steps, errors), "gated_order": order(steps, warped)}
     numbers = {
@@ -110,7 +113,7 @@ def measure(trial: Trial) -> Found:
         "gate_order_error": abs(orders["gated_order"] - 1),
         "repeated_gap": value_gap,
         "gradient_gap": gradient_gap,
-        "unit_error": (layered(x, 1, 1) - true).norm(),
+        "unit_error": linalg.vector_norm(layered(x, 1, 1) - true),
     }
     lines = {"steps": steps, "errors": errors, "warped": warped}
     return Found(numbers, x=x, patterns=patterns, found=found, **orders, **lines)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import dynamics
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, MUTED, series_color, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, integrated, relative, standard_error
@@ -100,7 +101,7 @@ CLAIM = Claim(
 def tested(x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     """Which clouds a 5% test rejects, and the statistic over its 95% level, for each cloud."""
     away = x - x.mean(-2, keepdim=True)
-    values = torch.linalg.eigvalsh(away.mT @ away)
+    values = linalg.eigvalsh(away.mT @ away)
     full = values[..., 0] > 1e-10 * values[..., -1]  # what has become flat is no Gaussian
     test = dynamics.gaussianity(x[full], draws=draws)
     rejected, distance = torch.ones(full.shape), torch.full(full.shape, float("nan"))
@@ -133,7 +134,7 @@ def step_gap(trial: Trial) -> float:
 
     def whitened(z: Tensor) -> Tensor:
         away = z - z.mean(0)
-        values, vectors = torch.linalg.eigh(away.mT @ away / len(z))
+        values, vectors = linalg.eigh(away.mT @ away / len(z))
         return away @ vectors @ torch.diag(values.rsqrt()) @ vectors.mT
 
     x = trial.normal(20, 3)
@@ -141,7 +142,7 @@ def step_gap(trial: Trial) -> float:
     plain = {
         "none": moved,
         "whitening": whitened(moved),
-        "sphere": moved / moved.norm(dim=-1, keepdim=True),
+        "sphere": moved / linalg.vector_norm(moved, dim=-1, keepdim=True),
         "layer norm": F.layer_norm(moved, (3,), eps=0),
     }
     return max(
@@ -172,8 +173,8 @@ def law_gaps(trial: Trial) -> tuple[float, float]:
     gaps = (
         relative(flow.mean[0], y[:3]),
         relative(flow.covariance[0].flatten(), y[3:]),
-        (once.mean[1] - 2 * m - S @ m).norm() / m.norm(),
-        (once.covariance[1] - (one + S) @ S @ (one + S)).norm() / S.norm(),
+        linalg.vector_norm(once.mean[1] - 2 * m - S @ m) / linalg.vector_norm(m),
+        linalg.vector_norm(once.covariance[1] - (one + S) @ S @ (one + S)) / linalg.vector_norm(S),
     )
     blow_up = float(dynamics.gaussian_flow(m, S, [0.0], scores=A).blow_up_time)
     return max(map(float, gaps)), abs(blow_up / float(end) - 1)
@@ -183,7 +184,7 @@ def equiangular_gap() -> float:
     """Eight points at equal angles on the sphere against their equation, by scipy."""
     n, beta, cosine = 8, 3.0, 0.1
     gram = (1 - cosine) * torch.eye(n, dtype=torch.float64) + cosine
-    x = torch.linalg.cholesky(gram)
+    x = linalg.cholesky(gram)
     run = dynamics.flow(x, [2.0], beta=beta, contraction=dynamics.Sphere(), observables={}).final
 
     def rate(g: Any) -> Any:
@@ -225,7 +226,9 @@ def particles_off(trial: Trial) -> Tensor:
     cloud = 0.2**0.5 * dynamics.Whiten()(torch.cat([half, -half], -2))
     moved = dynamics.simulate(cloud, 2, observables={}).final
     exact = 0.2 * 1.2**2 * (1 + 0.2 * 1.2**2) ** 2
-    return (moved.mT @ moved / moved.shape[-2] / exact - torch.eye(2)).norm(dim=(-2, -1))
+    return linalg.vector_norm(
+        moved.mT @ moved / moved.shape[-2] / exact - torch.eye(2), dim=(-2, -1)
+    )
 
 
 def uniform_moved() -> float:
@@ -254,7 +257,7 @@ def variances() -> Tensor:
     """Of a Gaussian law without normalization, over the largest, up to 0.99 of its blow-up time."""
     S = torch.diag(torch.tensor([0.25, 0.2, 0.125], dtype=torch.float64))
     path = dynamics.gaussian_flow(torch.zeros(3, dtype=torch.float64), S, 2 * SHARES_OF_TIME)
-    values = torch.linalg.eigvalsh(path.covariance)
+    values = linalg.eigvalsh(path.covariance)
     return values / values[:, -1:]
 
 

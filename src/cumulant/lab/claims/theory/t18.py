@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, Gaussian, dynamics
+from cumulant.core.typed import functions, linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -57,14 +58,14 @@ def posterior(means: Tensor, covariance: Tensor, log_prior: Tensor) -> Tensor:
     """P(j | mu_i) by Bayes' rule from scipy's densities: p(x | eta_j) is N(mu_j, S)."""
     density = import_module("scipy.stats").multivariate_normal
     rows = [density(m.numpy(), covariance.numpy()).logpdf(means.numpy()) for m in means]
-    return (torch.from_numpy(np.array(rows)).mT + log_prior).softmax(-1)
+    return (functions.from_numpy(np.array(rows)).mT + log_prior).softmax(-1)
 
 
 def invariant(transition: Tensor) -> Tensor:
     """The left eigenvector of eigenvalue 1, by numpy."""
     values, vectors = np.linalg.eig(transition.mT.numpy())
     law = np.real(vectors[:, np.argmax(np.real(values))])
-    return torch.from_numpy(law / law.sum())
+    return functions.from_numpy(law / law.sum())
 
 
 def moves_off(index: Tensor, exact: Tensor) -> Tensor:
@@ -89,8 +90,10 @@ def three_links(trial: Trial, n: int) -> tuple[dict[str, Any], dict[str, float]]
         link: dynamics.alternate(h, inside, steps, link=link, generator=trial.generator)
         for link in ("exact", "linear", "linear+skip")
     }
-    longest = points.norm(dim=-1).max()
-    return runs, {k: float(r.means.norm(dim=-1).max() / longest) for k, r in runs.items()}
+    longest = linalg.vector_norm(points, dim=-1).max()
+    return runs, {
+        k: float(linalg.vector_norm(r.means, dim=-1).max() / longest) for k, r in runs.items()
+    }
 
 
 def measure(trial: Trial) -> Found:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Memory
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -46,7 +47,7 @@ CLAIM = Claim(
 
 def energy(xi: Tensor, patterns: Tensor, beta: float) -> Tensor:
     """E written out in plain torch."""
-    most = patterns.norm(dim=-1).max()
+    most = linalg.vector_norm(patterns, dim=-1).max()
     tilted = torch.logsumexp(beta * xi @ patterns.mT, -1) / beta
     return -tilted + (xi**2).sum(-1) / 2 + math.log(len(patterns)) / beta + most**2 / 2
 

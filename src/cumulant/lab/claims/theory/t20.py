@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant import memory
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, standard_error
@@ -98,7 +99,7 @@ def measure(trial: Trial) -> Found:
     """Noisy patterns at each β, run with the patterns fixed and with the states as patterns."""
     sets, n, d, steps = trial.size(40, 10), 12, 32, 60
     patterns = trial.normal(sets, n, d)
-    patterns = 3 * patterns / patterns.norm(dim=-1, keepdim=True)
+    patterns = 3 * patterns / linalg.vector_norm(patterns, dim=-1, keepdim=True)
     state = patterns + 0.3 * trial.normal(sets, n, d)
     runs = {b: memory.compare(state, steps, beta=b, patterns=patterns) for b in BETAS}
     ones = [memory.compare(patterns, 1, beta=b) for b in BETAS]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Memory, memory
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -93,9 +94,9 @@ def bounds(trial: Trial) -> tuple[Tensor, Tensor, Tensor, float]:
         network = Memory(x, beta=beta)
         gaps = (x * x).sum(-1)[:, None] - x @ x.mT
         separation = gaps.fill_diagonal_(math.inf).amin(-1)[i]
-        M, r = x.norm(dim=-1).max(), (xi - x[i]).norm(dim=-1)
+        M, r = linalg.vector_norm(x, dim=-1).max(), linalg.vector_norm(xi - x[i], dim=-1)
         bound = 2 * (len(x) - 1) * M * torch.exp(-beta * (separation - 2 * M * r))
-        error = (network.retrieve(xi).state - x[i]).norm(dim=-1)
+        error = linalg.vector_norm(network.retrieve(xi).state - x[i], dim=-1)
         found.append((error, bound, network.error_bound(xi, i)))
         vacuous.append(bound > 2 * M)
     error, bound, ours = (torch.cat(x) for x in zip(*found, strict=True))

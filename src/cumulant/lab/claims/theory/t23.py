@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant import attend
+from cumulant.core.typed import linalg, tolist
 from cumulant.figures import COLORS, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, median, relative, standard_error
@@ -26,7 +27,7 @@ from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.weights import Block, projections
 
 SIZE = 1e-3  # of the perturbation, relative to the weights
-TEMPERATURES = torch.logspace(-3, 1.5, 19).tolist()  # tried for scores without W_q, W_k
+TEMPERATURES = tolist(torch.logspace(-3, 1.5, 19))  # tried for scores without W_q, W_k
 
 CLAIM = Claim(
     id="T23",
@@ -141,7 +142,11 @@ def perturbed(blocks: tuple[Block, ...], ids: Tensor, trial: Trial, draws: int) 
     for _ in range(draws):
         try:
             for block, own in zip(blocks, kept, strict=True):
-                noise = trial.normal(*own.shape).to(own) * own.norm() / math.sqrt(own.numel())
+                noise = (
+                    trial.normal(*own.shape).to(own)
+                    * linalg.vector_norm(own)
+                    / math.sqrt(own.numel())
+                )
                 block.parameter.copy_(own + SIZE * noise)
             squares += relative(model(ids).last_hidden_state, before) ** 2 / draws
         finally:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Empirical, contrastive
+from cumulant.core.typed import linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, median
@@ -90,13 +91,13 @@ def divergence(trial: Trial, steps: int) -> tuple[Tensor, Tensor]:
     after, gaps = data, list[Tensor]()
     for _ in range(steps):
         after = after @ sweep
-        gaps.append(((after - data) @ keys - exact).norm() / exact.norm())
+        gaps.append(linalg.vector_norm((after - data) @ keys - exact) / linalg.vector_norm(exact))
     natural = weights.expand(16, 6).clone().requires_grad_()
     loss = contrastive.info_nce(
         natural, keys, temperature=1.0, similarity="dot", reduction="none"
     )  # row i: the likelihood of state i
     (slope,) = torch.autograd.grad(loss @ data, natural)
-    return torch.stack(gaps), (slope.sum(0) - exact).norm() / exact.norm()
+    return torch.stack(gaps), linalg.vector_norm(slope.sum(0) - exact) / linalg.vector_norm(exact)
 
 
 def sampled(trial: Trial, runs: int) -> Tensor:
@@ -106,7 +107,7 @@ def sampled(trial: Trial, runs: int) -> Tensor:
     the logarithm predicts for that.
     """
     query, table = (trial.normal(n, 3) for n in (32, 60))
-    query, target = 1.5 * query / query.norm(dim=-1, keepdim=True), torch.arange(32)
+    query, target = 1.5 * query / linalg.vector_norm(query, dim=-1, keepdim=True), torch.arange(32)
     weights = trial.uniform(60) + 0.2
     sampler, proposal = contrastive.AliasSampler(weights), weights / weights.sum()
     scores = query @ table.mT

@@ -108,9 +108,9 @@ def enumerated(y: Tensor) -> list[Known]:
             mean = mean + variance * c / spread * surprise
             variance = variance * R[last] / spread
         total = log_weight.logsumexp(1, keepdim=True)
-        weight = (log_weight - total).exp().unflatten(1, (-1, 2)).mT  # (S, M, paths)
-        split = (x.unflatten(1, (-1, 2)).mT for x in (mean, variance))
-        overall = (weight.flatten(1) * mean.unflatten(1, (-1, 2)).mT.flatten(1)).sum(1)
+        weight = torch.unflatten((log_weight - total).exp(), 1, (-1, 2)).mT  # (S, M, paths)
+        split = (torch.unflatten(x, 1, (-1, 2)).mT for x in (mean, variance))
+        overall = (weight.flatten(1) * torch.unflatten(mean, 1, (-1, 2)).mT.flatten(1)).sum(1)
         found.append(Known(weight.sum(-1), *mixed(weight, *split), overall, total[:, 0]))
     return found
 
@@ -169,7 +169,7 @@ def rms(misses: Tensor) -> tuple[float, float]:
 
     A few series make most of it, so the squares of a single draw say too little of its error.
     """
-    each = misses.unflatten(0, (DRAWS, -1)).square().mean(-1).sqrt()
+    each = torch.unflatten(misses, 0, (DRAWS, -1)).square().mean(-1).sqrt()
     return float(misses.square().mean().sqrt()), standard_error(each)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cumulant import Bernoulli, Beta, Exponential, Gamma, Mixture, Poisson, posterior, project
+from cumulant.core.typed import tolist
 from cumulant.figures import INK, series_color
 from cumulant.filtering import Flip, Scale, SwitchingConjugate, filter, push
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
@@ -184,7 +185,7 @@ def collapsed(shapes: tuple[float, float]) -> dict[str, Array]:
 
 def measure(trial: Trial) -> Found:
     """Images and projections of gamma and beta laws, against quadrature and a search by scipy."""
-    shape, rate = (2 + trial.uniform(2)).tolist()
+    shape, rate = tolist(2 + trial.uniform(2))
     share, shapes = 0.6, (1.0, 6.0 + shape)
     # Two gammas added, a beta shrunk, both linear: how far is the nearest member of the family?
     total = added(POSITIVE, rate)

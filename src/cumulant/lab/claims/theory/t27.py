@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant import attend
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, series_color
 from cumulant.filtering import (
     SwitchingLinearGaussian,
@@ -80,7 +81,7 @@ def imm(tokens: Tensor, value: Tensor, transition: Tensor, modes: Tensor) -> Ten
 
 def perron(mixing: Tensor) -> Tensor:
     """The eigenvector of A at 1, as probabilities."""
-    values, vectors = torch.linalg.eig(mixing)
+    values, vectors = linalg.eig(mixing)
     vector = vectors.real[:, int(values.real.argmax())]
     return vector / vector.sum()
 
@@ -98,7 +99,7 @@ def measure(trial: Trial) -> Found:
     # As drafted: A is the transition, all modes are equally likely.
     rows = mixing.sum(1)
     as_transition = imm(x, value, mixing / rows[:, None], even)
-    needed = torch.linalg.solve(mixing, even)  # the only c with A c uniform
+    needed = linalg.solve(mixing, even)  # the only c with A c uniform
     uniform = transition_from_mixing(mixing, even)
 
     # As mixing probabilities: with A's Perron vector, or doubly stochastic weights.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.typed import linalg
 from cumulant.figures import INK, MUTED, series_color
 from cumulant.filtering import attention_as_imm
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
@@ -59,12 +60,20 @@ def drawn(trial: Trial, layer: MomentAttention, H: Tensor, roots: Tensor, count:
     n, width = H.shape
     heads = layer.num_heads
     tokens = H + torch.einsum("nab,snb->sna", roots, trial.normal(count, n, width))
-    query, key = (m(H).unflatten(-1, (heads, -1)) for m in (layer.project_query, layer.project_key))
+    query, key = (
+        torch.unflatten(m(H), -1, (heads, -1)) for m in (layer.project_query, layer.project_key)
+    )
     scores = torch.einsum("jhd,ihd->hji", query, key) * (width / heads) ** -0.5
-    value = layer.project_value(tokens).unflatten(-1, (heads, -1))  # (sample, token, head, e)
-    picked = torch.multinomial(
-        scores.softmax(-1).flatten(0, 1), count, replacement=True, generator=trial.generator
-    ).unflatten(0, (heads, n))
+    value = torch.unflatten(
+        layer.project_value(tokens), -1, (heads, -1)
+    )  # (sample, token, head, e)
+    picked = torch.unflatten(
+        torch.multinomial(
+            scores.softmax(-1).flatten(0, 1), count, replacement=True, generator=trial.generator
+        ),
+        0,
+        (heads, n),
+    )
     read = torch.stack(
         [value[torch.arange(count)[:, None], picked[h].mT, h] for h in range(heads)], -2
     )
@@ -122,7 +131,7 @@ def draw(figure: Any, seen: Any) -> None:
     for name, color, lw, ms in looks:
         means, covariances = getattr(seen, name)
         for mean, covariance in zip(means, covariances, strict=True):
-            root = torch.linalg.cholesky(covariance[:2, :2])
+            root = linalg.cholesky(covariance[:2, :2])
             left.plot(*(mean[:2, None] + root @ circle), color=color, lw=lw)
         left.plot(*means[:, :2].T, "o", ms=ms, color=color, label=name)
     left.set(xlabel="first coordinate", ylabel="second coordinate")

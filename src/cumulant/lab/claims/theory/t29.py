@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant import Empirical, Gaussian, GaussianMixture
 from cumulant.attention.calls import AttentionCall
+from cumulant.core.typed import linalg
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, median
@@ -65,7 +66,7 @@ def gaussian_gap(trial: Trial) -> float:
     d = 8
     root, mean, mu = trial.normal(d, d), trial.normal(d), trial.normal(20, d)
     covariance = root @ root.mT + torch.eye(d, dtype=torch.float64)
-    truth = torch.linalg.solve(covariance, (mu - mean).mT).mT
+    truth = linalg.solve(covariance, (mu - mean).mT).mT
     return gap(Gaussian(mean, covariance).link(mu), truth)
 
 
@@ -74,7 +75,7 @@ def linear_score(trial: Trial) -> float:
     n, d = 1500, 3
     mix = trial.normal(d, d)
     key = trial.normal(n, d) @ mix + 5
-    query = 0.3 * trial.normal(n, d) @ torch.linalg.inv(mix).mT
+    query = 0.3 * trial.normal(n, d) @ linalg.inv(mix).mT
     call = AttentionCall(query[None, None], key[None, None], key[None, None])
     found = link(call, torch.ones(1, n, dtype=torch.bool), seed=trial.seed)
     return float(found.linear[0]) if found else float("nan")
@@ -91,7 +92,7 @@ def query_gap(layer: Sublayer, trial: Trial, count: int) -> float:
     eta = layer.scale * query[chosen]
     mean = (eta @ key.mT).softmax(-1) @ key
     away = key - key.mean(0)
-    truth = eta @ torch.linalg.pinv(away) @ away
+    truth = eta @ linalg.pinv(away) @ away
     found = Empirical(key).link(mean, throw=False)
     there = found.status.converged
     if int(there.sum()) < count // 2:
@@ -116,7 +117,9 @@ def random_queries(layer: Sublayer, trial: Trial) -> Tensor:
     """Queries of random weights on the same states, of the same size as the head's own."""
     weights = trial.normal(layer.state.shape[1], layer.state.shape[1]).to(layer.state)
     query = split(layer.state @ weights)
-    size = (layer.query.norm(dim=(-2, -1)) / query.norm(dim=(-2, -1)))[:, None, None]
+    size = (
+        linalg.vector_norm(layer.query, dim=(-2, -1)) / linalg.vector_norm(query, dim=(-2, -1))
+    )[:, None, None]
     return size * query
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant import ConvergenceError, dynamics
+from cumulant.core.typed import functions, linalg
 from cumulant.figures import MUTED, series_color, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, minimized
@@ -63,7 +64,7 @@ def proximal(y: Tensor, patterns: Tensor) -> Tensor:
         return 0.5 * ((z - at) ** 2).sum() + STEP * lse(scores) / BETA, slope
 
     found = minimized(objective, at, jac=True, method="BFGS", options={"gtol": 1e-9})
-    return torch.from_numpy(found.x)
+    return functions.from_numpy(found.x)
 
 
 def undamped(y: Tensor, patterns: Tensor, rounds: int = 60) -> Tensor:
@@ -74,7 +75,7 @@ def undamped(y: Tensor, patterns: Tensor, rounds: int = 60) -> Tensor:
         mean = p @ patterns
         moment = torch.einsum("mn,ni,nj->mij", p, patterns, patterns)
         hessian = one + STEP * BETA * (moment - mean[:, :, None] * mean[:, None, :])
-        z = z - torch.linalg.solve(hessian, z + STEP * mean - y)
+        z = z - linalg.solve(hessian, z + STEP * mean - y)
     left = z + STEP * (BETA * z @ patterns.mT).softmax(-1) @ patterns - y
     return left.abs().amax(-1)
 
@@ -108,7 +109,7 @@ def measure(trial: Trial) -> Found:
         "round_trip": gap(dynamics.inverse(forth, **how), x),
         "onto_gap": residual.abs().max(),
         "proximal_gap": gap(back[:some], by_scipy),
-        "lipschitz": (dx.norm(dim=-1) / dy.norm(dim=-1)).max(),
+        "lipschitz": (linalg.vector_norm(dx, dim=-1) / linalg.vector_norm(dy, dim=-1)).max(),
         "firmness": (((dx * dy).sum(-1) - dx.square().sum(-1)) / dy.square().sum(-1)).min(),
         "undamped_failed": (undamped(y, patterns) > 1e-6).double().mean(),
         "self_attention_small": small,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cumulant import Empirical
+from cumulant.core.typed import backward, take_step
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -162,8 +163,8 @@ def trained(trial: Trial, pairs: Tensor, walk: bool) -> Tensor:
         else:
             loss = joint.sum(-1) @ Empirical(v).log_normalizer(v) - (joint * inner).sum()
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        backward(loss)
+        take_step(optimizer)
     return v.detach()
 
 

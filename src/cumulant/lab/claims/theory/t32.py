@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant import Gaussian, VonMisesFisher, dynamics
+from cumulant.core.typed import linalg, tolist
 from cumulant.figures import INK, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -92,7 +93,9 @@ def aligned_gap(J: Tensor, b: Tensor) -> float:
     """Fields in all directions: each mean is A_d along the site's own field."""
     d = b.shape[-1]
     spins = dynamics.mean_field(sphere(d), J, b, solver="anderson", tol=1e-11).mean
-    aligned = [length(d, float(e.norm())) * e / e.norm() for e in J @ spins + b]
+    aligned = [
+        length(d, float(linalg.vector_norm(e))) * e / linalg.vector_norm(e) for e in J @ spins + b
+    ]
     return gap(spins, torch.stack(aligned))
 
 
@@ -133,16 +136,16 @@ def measure(trial: Trial) -> Found:
     some = (2, 5) if trial.quick else DIMENSIONS
     gaps += [aligned_gap(J, trial.normal(n, d)) for d in some]
     normal, pull = Gaussian(0 * one[0], one), trial.normal(n, 3)
-    weak = 0.5 * J / torch.linalg.matrix_norm(J, 2)
+    weak = 0.5 * J / linalg.matrix_norm(J, 2)
     linear = dynamics.mean_field(normal, weak, pull, tol=1e-12).mean
-    solved = torch.linalg.solve(torch.eye(n, dtype=torch.float64) - weak, pull)
+    solved = linalg.solve(torch.eye(n, dtype=torch.float64) - weak, pull)
     x = trial.normal(8, 3)
     weights = (x @ x.mT).softmax(-1)
     numbers |= {
         "sphere_gap": max(gaps),
         "gaussian_gap": gap(linear, solved),
         "attention_gap": gap(normal.mean(weights @ x), dynamics.step(x) - x),
-        "asymmetry": (weights - weights.mT).norm() / weights.norm(),
+        "asymmetry": linalg.vector_norm(weights - weights.mT) / linalg.vector_norm(weights),
     }
     return Found(numbers)
 
@@ -150,7 +153,7 @@ def measure(trial: Trial) -> Found:
 def draw(figure: Any, seen: Any) -> None:
     """The mean length of spins against their coupling, in each dimension."""
     axes = figure.subplots()
-    curve = torch.linspace(0, 10, 161).tolist()
+    curve = tolist(torch.linspace(0, 10, 161))
     for i, d in enumerate(DIMENSIONS):
         color, lengths = series_color(i), [magnetization(d, s, 0.0) for s in curve]
         axes.plot(curve, lengths, color=color, linewidth=1.2)
