@@ -75,16 +75,16 @@ def attend(
     >>> a.mean, a.log_normalizer.exp()
     (tensor([[0.3333, 0.3333]]), tensor([3.]))
     """
-    keywords = Keywords(
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window=window,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-    )
+    keywords: Keywords = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window": window,
+        "softcap": softcap,
+        "sink": sink,
+        "dropout_p": dropout_p,
+    }
     if isinstance(key, ShardedKeys):
         from cumulant.attention.sharded import attend_sharded
 

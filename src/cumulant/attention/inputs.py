@@ -225,7 +225,7 @@ def _scaled(given: Given, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 
 def _of_one_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     rank = max(x.ndim for x in tensors.values())
-    return {n: x[(None,) * (rank - x.ndim)] for n, x in tensors.items()}
+    return {n: x if x.ndim == rank else x[(None,) * (rank - x.ndim)] for n, x in tensors.items()}
 
 
 def _batch(given: Given, tensors: dict[str, Tensor], groups: Groups | None) -> tuple[int, ...]:

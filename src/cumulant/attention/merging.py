@@ -39,12 +39,14 @@ class Joined(Lazy):
         leaves: the sources behind them that are not merges themselves.
     """
 
-    def __init__(self, sets: Sequence[Source], parts: Parts = HERE, *, lifted: bool = True) -> None:
-        """`lifted`: whether some set, on any rank, may have a lift."""
+    def __init__(
+        self, sets: Sequence[Source], parts: Parts | None = None, *, lifted: bool = True
+    ) -> None:
+        """`parts` defaults to all sets in this process; `lifted`: whether any may have a lift."""
         self.sets = tuple(sets)
         self.leaves: tuple[Source, ...] = tuple(leaf for x in sets for leaf in _leaves(x))
         self.requires_grad = any(x.requires_grad for x in sets)
-        self._parts = parts
+        self._parts = HERE if parts is None else parts  # no default: Dynamo cannot trace it
         self._lifted = lifted
 
     def flatten(self) -> None:

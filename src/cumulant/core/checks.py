@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.eager import tracing
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
 from cumulant.core.typed import functions, linalg
@@ -35,7 +36,12 @@ __all__ = [
 
 
 def holds(condition: Tensor) -> bool | None:
-    """Whether a condition is true everywhere; None inside vmap, where no single answer exists."""
+    """Whether a condition is true everywhere; None where that cannot be known.
+
+    Inside vmap no single answer exists, and a graph that is being traced has no values yet.
+    """
+    if tracing():
+        return None
     try:
         return bool(condition.all())
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of the streaming loops, and of what ranks say to each other."""
+"""Compiled code: whether a graph is being traced here, and what torch.compile is kept out of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,38 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from cumulant.core.typed import compiler
+import torch
+
+from cumulant.core.typed import compiler, functorch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+# The number of nested transforms of torch.func around us; torch has no public name for it.
+_level: Callable[[], int | None] = functorch.maybe_current_level
+
+
+def transforms() -> int:
+    """How many transforms of ``torch.func`` are around us; in compiled code while it is traced."""
+    return _level() or 0
+
+
+setattr(transforms, "_dynamo_marked_constant", True)  # noqa: B010  (torch.compiler.assume_constant_result)
+
+
+def tracing() -> bool:
+    """Whether this code is recorded as a graph: by ``torch.compile``, ``export`` or ``make_fx``.
+
+    Also where tensors have shapes but no values (``FakeTensorMode``).
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    kinds = torch._C._TorchDispatchModeKey
+    modes = (torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE))
+    return any(mode is not None for mode in modes)
 
 
 def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:

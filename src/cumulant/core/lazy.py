@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from cumulant.core.eager import eager
+from cumulant.core.eager import transforms
 from cumulant.core.errors import InputError
-from cumulant.core.typed import forward_ad, functorch
+from cumulant.core.typed import forward_ad
 
 __all__ = ["Lazy", "Mode", "Snapshot", "kept", "known"]
 
 _T = TypeVar("_T")
-
-# The number of nested transforms of torch.func around us; torch has no public name for it.
-_transforms: Callable[[], int | None] = functorch.maybe_current_level
 
 
 class Mode(NamedTuple):
@@ -38,10 +35,12 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls) -> Mode:
+        # A graph does not know inference mode: the compiler traces as under ``torch.no_grad``.
+        compiling = torch.compiler.is_compiling()
         return cls(
             grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            transforms=_transforms() or 0,
+            inference=False if compiling else torch.is_inference_mode_enabled(),
+            transforms=transforms(),
             dual_level=forward_ad._current_level,
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -126,7 +125,6 @@ def _key(owner: Lazy) -> Mode:
 _NOTHING: Any = object()
 
 
-@eager
 def _fetch(owner: Lazy, name: str, compute: Callable[[Any], _T]) -> _T:
     key = _key(owner)
     value = owner._kept.get((name, key), _NOTHING)
@@ -153,7 +151,9 @@ class Snapshot:
     """Tensors as they are now, to notice later that one was changed in place."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        self._tensors = [x for x in tensors if x is not None and not x.is_inference()]
+        # In a graph tensors have no versions, and the compiler orders what is read and written.
+        seen = () if torch.compiler.is_compiling() else tensors
+        self._tensors = [x for x in seen if x is not None and not x.is_inference()]
         self._versions = [x._version for x in self._tensors]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.autograd.forward_ad
+import torch.library
 from torch import Tensor
+
+_P = ParamSpec("_P")
+_T_co = TypeVar("_T_co", covariant=True)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,6 +170,21 @@ class _ForwardMode(Protocol):
     _current_level: int
 
     def unpack_dual(self, tensor: Tensor) -> torch.autograd.forward_ad.UnpackedDualTensor: ...
+
+
+class Operator(Protocol[_P, _T_co]):
+    """A custom operator of torch."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T_co: ...
+    def register_fake(self, fn: Callable[_P, Any], /) -> Callable[_P, Any]: ...
+    def register_autograd(
+        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., None] | None = None
+    ) -> None: ...
+
+
+def operator(name: str) -> Callable[[Callable[_P, _T_co]], Operator[_P, _T_co]]:
+    """`torch.library.custom_op` of a function that changes no argument."""
+    return torch.library.custom_op(name, mutates_args=())
 
 
 linalg: Linalg = torch.linalg

@@ -119,8 +119,12 @@ def engine(name: str) -> Generator[None]:
 
 
 def compiled() -> Engine | None:
-    """The compiled engine, where there is one and nobody asked for another."""
-    if _asked.get() not in (None, "native"):
+    """The compiled engine, where there is one and nobody asked for another.
+
+    It reads and writes memory behind torch's back. Where a mode watches torch's operations, to
+    record them or to count FLOPs, torch's own engine computes.
+    """
+    if _asked.get() not in (None, "native") or torch._C._len_torch_dispatch_stack():
         return None
     try:
         library()

@@ -20,13 +20,8 @@ from torch import Tensor
 from cumulant.core.eager import eager
 from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas
-from cumulant.kernels.attention import (
-    Options,
-    attention,
-    pullback,
-    pushforward,
-    results_of,
-)
+from cumulant.kernels.attention import Options, attention
+from cumulant.kernels.calculus import pullback, pushforward, results_of
 from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.streaming import scores_are_small
