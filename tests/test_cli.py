@@ -162,7 +162,7 @@ def test_simulate_reports_blow_up():
         "simulate", "gaussian", "--contraction", "none", "--step-size", "5", "--steps", "2000"
     )
     assert out.returncode == 0
-    assert "left the range of its numbers at t =" in out.stdout
+    assert "overflowed at t =" in out.stdout
 
 
 def test_simulate_bad_input(tmp_path, monkeypatch, capsys):

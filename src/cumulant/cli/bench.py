@@ -30,21 +30,21 @@ def about(context: typer.Context) -> None:
 
 
 Rounds = Annotated[
-    int, typer.Option(help="Rounds for short measurements; long ones take half as many.")
+    int, typer.Option(help="Rounds for short measurements; long ones run half as many.")
 ]
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick", help="Small shapes only, to see that it runs; aims are meant for the full ones."
+        "--quick", help="Small shapes only, to check that it runs; targets apply to full shapes."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Also write a Markdown table here.")
 ]
 
 
-# Name: title of the page, and what --help says.
+# Name: the page's title and the --help text.
 _BENCHES = {
     "calculus": (
         "What the calculus of attention costs",
@@ -80,8 +80,8 @@ _BENCHES = {
         "What sharded keys cost",
         """Sharded keys: a group of one, bytes sent against the formula, times at 1 to 4 ranks.
 
-        Starts its own processes, in a network namespace where that is allowed, to see the bytes on
-        the wire and to throttle it. About two minutes; --quick takes twenty seconds.""",
+        Starts its own processes, if possible in a network namespace, to count the bytes on the wire
+        and throttle it. About two minutes; --quick takes twenty seconds.""",
     ),
     "filtering": (
         "What filters cost",

@@ -24,47 +24,48 @@ STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
 def claims(
     only: Annotated[
         list[str] | None,
-        typer.Option(help="One claim, T14 or simclr; may be repeated, or given with commas."),
+        typer.Option(help="Claims to run, such as T14 or simclr; repeatable or comma-separated."),
     ] = None,
     evidence: Annotated[
         str | None,
-        typer.Option(help="Only claims that rest on this: identity, simulation or empirical."),
+        typer.Option(help="Only claims with this evidence: identity, simulation or empirical."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small experiments: all of them in a minute.")
+        bool, typer.Option("--quick", help="Small experiments; all claims take a minute.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed finds the same numbers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed; the same seed gives the same numbers.")
+    ] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A folder for claims.json, ledger.md and pictures."),
+        typer.Option("--output", "-o", help="Folder for claims.json, ledger.md and figures."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The ledger as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
-    """Put every claim of the paper and its drafts to the test.
+    """Test every claim of the paper and its drafts.
 
-    Each claim, T1 to T33 and the systems the paper leans on, is an experiment
-    whose numbers decide: it holds, holds with a correction (the draft's form is
-    shown failing beside the corrected one), does not hold in general, or is open.
+    Each claim, T1 to T33 and the systems the paper relies on, is an experiment
+    whose numbers decide: it holds, holds with a correction (the draft's form
+    fails and the corrected one passes), does not hold in general, or is open.
 
     \b
     cumulant claims --quick              all of them, in a minute
     cumulant claims --only T14 --only simclr
-    cumulant claims --evidence empirical only what trained models decide
-    cumulant claims -o ledger/           with pictures and a page; some minutes
+    cumulant claims --evidence empirical claims decided by trained models or text
+    cumulant claims -o ledger/           with figures and a page; a few minutes
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
-    With -o, after an interruption, the same command resumes where the run
-    stopped. The exit code is 1 if an experiment crashes or departs from the
-    verdict that is recorded for it.
+    With -o, repeat the command to resume an interrupted run. The exit code is 1
+    if an experiment crashes or departs from its recorded verdict.
     """
     from cumulant import __version__
 
     names = [name for given in only or () for name in given.split(",") if name.strip()]
     if only and not names:
-        raise InputError("--only needs the id of a claim, such as T14.")
+        raise InputError("--only needs a claim's id, such as T14.")
     chosen = select(names, evidence=evidence)
     if not chosen:
-        raise InputError(f"none of the claims named rests on {evidence} evidence.")
+        raise InputError(f"none of the selected claims has {evidence} evidence.")
     shown = Console(stderr=as_json, highlight=False, emoji=False)
     with keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__) as keep:
         if keep.done:
@@ -99,7 +100,7 @@ def _left(keep: Keeper, output: Path | None) -> str:
 
 
 def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
-    """One claim as soon as it is judged; above the bar, where there is one."""
+    """Print one claim's verdict, above the progress bar if there is one."""
     console = above if above.is_terminal and shown.is_terminal else shown
     said = outcome(row)
     style = STYLES.get(said, "red")
@@ -112,14 +113,14 @@ def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
 def _end(
     rows: list[dict[str, Any]], output: Path | None, keep: Keeper, shown: Console | None
 ) -> None:
-    """The sum of it, and the exit code."""
+    """Print the totals and set the exit code."""
     unrun = [row for row in rows if row["not_run"]]
     if shown is not None:
         shown.print(f"\n{count(len(rows))}: {tally(rows)}.")
         if output is not None:
             shown.print(f"The ledger is in {escape(str(output))}: {LEDGER}, ledger.md, figures.")
     if output is not None and not keep.pictures:
-        typer.echo("cumulant: no pictures; they need: pip install 'cumulant[plot]'", err=True)
+        typer.echo("cumulant: no figures; they need: pip install 'cumulant[plot]'", err=True)
     if unrun:
         names = ", ".join(row["id"] for row in unrun)
         line = f"{names} not run: {unrun[0]['not_run']}"

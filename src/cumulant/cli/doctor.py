@@ -1,4 +1,4 @@
-"""`cumulant doctor`: what is installed, and whether derivatives are right."""
+"""`cumulant doctor`: what is installed, and whether derivatives are correct."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="TARGET",
-            help="Check derivatives of module:function, or of torch's own functions: torch.",
+            help="Check the derivatives of module:function, or of torch's own functions: torch.",
         ),
     ] = None,
     shape: Annotated[
@@ -45,18 +45,18 @@ def doctor(
             "takes no arguments and returns (f, inputs)."
         ),
     ] = None,
-    order: Annotated[int, typer.Option(help="The longest word of modes, 1 to 4.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Time budget of each check.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of inputs and directions.")] = 0,
+    order: Annotated[int, typer.Option(help="Highest order of derivative, 1 to 4.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Time budget per check.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Seed of inputs and directions.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="With torch: write the table here, as Markdown."),
+        typer.Option("--output", "-o", help="With torch: write the table to this Markdown file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show versions and missing extras, or check derivatives against finite differences.
 
-    F is forward mode, R is reverse mode; RF is reverse over forward. Exit code 0 if everything is
+    F is forward mode, R is reverse mode; RF is reverse over forward. Exits with 0 if everything is
     right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input.
 
     \b
@@ -68,7 +68,7 @@ def doctor(
     if shape and derivatives in (None, "torch"):
         raise InputError("--shape describes inputs of --derivatives module:function.")
     if output is not None and (derivatives != "torch" or not output.parent.is_dir()):
-        raise InputError("--output goes with --derivatives torch, and its folder must exist.")
+        raise InputError("--output needs --derivatives torch and an existing folder.")
     if derivatives is None:
         _installation(as_json)
     elif derivatives == "torch":
@@ -85,7 +85,7 @@ def doctor(
 
 
 def _extras() -> dict[str, list[str]]:
-    """The packages that each extra lacks here."""
+    """The missing packages of each extra."""
     missing: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("cumulant") or []

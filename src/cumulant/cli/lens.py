@@ -1,4 +1,4 @@
-"""`cumulant lens`: what attention does in a model, as tables and one page."""
+"""`cumulant lens`: what attention does in a model, as tables and a report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cumulant.lens.partial import ABOUT, unfinished
 from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
 
-# Seconds that a process waits for the others: they may be far apart, and one that died is noticed
-# at once.
+# Seconds that a process waits for the others: they may be far apart, and a death is noticed at
+# once.
 PATIENCE = 7 * 86_400.0
 
 
@@ -34,37 +34,37 @@ def lens(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="A folder, a .gguf file or a name on the hub; MiniLM if left out."
+            "--model", "-m", help="A folder, a .gguf file or a hub name. [default: MiniLM]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option("--text", "-t", help="The text itself.")] = None,
+    text: Annotated[str | None, typer.Option("--text", "-t", help="Text to examine.")] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="A text file, or a folder of them; may be repeated."),
+        typer.Option("--file", "-f", help="A text file or a folder of them; repeatable."),
     ] = None,
     jsonl: Annotated[
-        Path | None, typer.Option(help="A file with one JSON object per line.")
+        Path | None, typer.Option(help="A JSON Lines file, one text per line.")
     ] = None,
-    field: Annotated[str, typer.Option(help="The field of these objects with the text.")] = "text",
+    field: Annotated[str, typer.Option(help="The field that holds the text in --jsonl.")] = "text",
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder for tables and report.")
+        Path, typer.Option("--output", "-o", help="Folder for the tables and the report.")
     ] = Path("cumulant-lens"),
     windows: Annotated[
         bool,
-        typer.Option("--windows", help="Cut texts that are too long for the model into pieces."),
+        typer.Option("--windows", help="Split texts longer than the model's context into windows."),
     ] = False,
-    batch_size: Annotated[int, typer.Option(help="Texts in one forward call, at most.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Maximum number of texts per forward call.")] = 8,
     against: Annotated[
         Path | None,
-        typer.Option(help="An earlier output folder to compare with; writes comparison.csv."),
+        typer.Option(help="Compare with an earlier output folder; writes comparison.csv."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """See what attention does in a model, token by token and head by head.
+    """Show what attention does in a model, token by token and head by head.
 
-    Writes report.html (one page; open it in any browser), tables (Parquet) and
-    examination.json into the output folder. Without arguments a small model and
-    a passage that come along are examined; nothing is fetched.
+    Writes report.html (open it in any browser), tables (Parquet) and
+    examination.json to the output folder. Without arguments, it examines a small
+    installed model on a built-in passage and downloads nothing.
 
     \b
     cumulant lens                                   the demo model and passage
@@ -74,11 +74,13 @@ def lens(
     cumulant lens --file other.txt -o other/ --against essay/
     torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
-    After an interruption the same command resumes where the run stopped;
-    processes that torchrun started share the texts. Columns are defined
-    in examination.json, in the report and in docs/lens.md.
+    To resume an interrupted run, repeat the command. Processes started by
+    torchrun share the texts. Columns are defined in examination.json, in the
+    report and in docs/lens.md.
     """
-    fresh = not os.path.exists(output)  # before the processes meet: later, another may have made it
+    fresh = not os.path.exists(
+        output
+    )  # before the processes meet: later, another may have created it
     with launched(PATIENCE) as ranks:
         try:
             _lens(
@@ -160,7 +162,7 @@ def _lens(
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """Tells one examination in the folder from the next."""
+    """Distinguishes one examination in the folder from the next."""
     try:
         found = (folder / ABOUT).stat()
     except OSError:
@@ -169,11 +171,11 @@ def _stamp(folder: Path) -> tuple[int, int] | None:
 
 
 def _left(folder: Path, fresh: bool, before: tuple[int, int] | None) -> str:
-    """What a run that was stopped leaves behind: its tables, its finished batches, or nothing."""
+    """What a stopped run leaves behind: its tables, its finished batches, or nothing."""
     if unfinished(folder):
-        return f"what was finished is kept in {folder}; run the same command again to resume"
+        return f"finished batches are kept in {folder}; run the same command again to resume"
     if (now := _stamp(folder)) is not None and now != before:
-        return f"the tables are in {folder}, but what comes after them is not complete"
+        return f"the tables are in {folder}, but the report is not complete"
     if fresh:
         with suppress(OSError):  # somebody else has written into it
             folder.rmdir()
@@ -198,14 +200,14 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
         console.print(f"\n[bold]{headline}[/bold]\n{sentence}", soft_wrap=False)
     for note in found.notes:
         console.print(f"\n[yellow]{as_text(note)}[/yellow]")
-    console.print(f"\nThe report is {as_text(page)}; tables are beside it.")
+    console.print(f"\nThe report is {as_text(page)}; the tables are next to it.")
 
 
 def _tell_difference(
     console: Console, differences: Any, against: Path | None, folder: Path
 ) -> None:
-    """Medians over heads of what changed, and where all of it is."""
-    told = "medians over heads, earlier and now"
+    """Medians over heads before and after, and where the details are."""
+    told = "medians over heads, before and now"
     console.print(f"\n[bold]Against {as_text(against)}[/bold] ({told})")
     for name in ("entropy", "effective_keys", "k90_fraction", "self_mass", "sink_mass"):
         rows = differences[differences["statistic"] == name]
@@ -213,7 +215,7 @@ def _tell_difference(
             before, after = float(rows["first"].median()), float(rows["second"].median())
             console.print(f"{name:>15}  {before:10.4g}  {after:10.4g}")
     console.print(
-        "Most of these depend on how many keys a token sees: compare texts of one length.\n"
+        "Most of these depend on how many keys a token sees: compare texts of equal length.\n"
         f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}."
     )
 

@@ -35,7 +35,7 @@ app.command()(doctor)
 def version(
     context: typer.Context,
     show: bool = typer.Option(
-        False, "--version", help="Print the version and stop.", is_eager=True
+        False, "--version", help="Print the version and exit.", is_eager=True
     ),
 ) -> None:
     """Cumulant, the calculus of attention."""
@@ -49,9 +49,9 @@ def version(
 
 
 def main() -> None:
-    """Run the command; bad input is one clear line and exit code 2, lost processes are code 1."""
+    """Run the command; bad input prints one line and exits with 2, lost processes exit with 1."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal that has no such letters
+        if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal without such characters
             stream.reconfigure(errors="replace")
     try:
         app()

@@ -24,24 +24,29 @@ PAGE = "report.html"
 
 def report(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder for the page and what it shows.")
+        Path, typer.Option("--output", "-o", help="Folder for the page and its data.")
     ] = Path("cumulant-report"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small experiments, one benchmark: a minute and a half.")
+        bool,
+        typer.Option(
+            "--quick", help="Small experiments and one benchmark; takes a minute and a half."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed finds the same numbers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed; the same seed gives the same numbers.")
+    ] = 0,
 ) -> None:
-    """Make one page of everything: report.html, for any browser, asking nothing of the network.
+    """Write one self-contained page with every result: report.html.
 
-    The ledger of all claims with pictures, the lens on a small model and a page
-    of Darwin, the answer to what the fixed point of attention is, a series with
-    two regimes, benchmark ratios of this machine, and two panels to play with.
+    It has the ledger of all claims with figures, the lens on a small model and a
+    page of Darwin, the fixed point of attention, a time series with two regimes,
+    benchmark ratios of this machine, and two interactive panels.
 
     \b
-    cumulant report                      some minutes; cumulant-report/report.html
+    cumulant report                      a few minutes; cumulant-report/report.html
     cumulant report --quick -o look/
 
-    After an interruption the same command resumes where the run stopped.
+    To resume an interrupted run, repeat the command.
     """
     from cumulant import __version__
 
@@ -61,7 +66,7 @@ def report(
             )
             raise typer.Exit(130) from None
         except OSError as error:
-            raise InputError(f"cannot write into {output}: {error.strerror or error}.") from None
+            raise InputError(f"cannot write to {output}: {error.strerror or error}.") from None
     rows = parts.ledger["claims"]
     console = Console(highlight=False, emoji=False)
     console.print(f"{count(len(rows))}: {tally(rows)}.")

@@ -34,7 +34,7 @@ CONTRACTIONS: dict[str, dynamics.Contraction | None] = {
 
 
 def read_points(source: str, points: int | None, dimension: int, seed: int) -> Start:
-    """A named start, points from a file (csv, txt, npy, npz), or a saved run that is to go on."""
+    """A named start, points from a file (csv, txt, npy, npz), or a saved run to continue."""
     if source in STARTS:
         most = dimension if source == "orthonormal" else 200
         count = most if points is None else points
@@ -47,7 +47,8 @@ def read_points(source: str, points: int | None, dimension: int, seed: int) -> S
         path.stat()
     except FileNotFoundError:
         raise InputError(
-            f"START is one of {', '.join(STARTS)}, or a file of points; there is no file {source}."
+            f"START must be one of {', '.join(STARTS)} or a file of points; there is no file "
+            f"{source}."
         ) from None
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror}.") from None
@@ -86,7 +87,7 @@ def _is_number(word: str) -> bool:
 
 
 def _table(path: Path) -> Any:
-    """Numbers by rows; a first row without any number is a heading."""
+    """Numbers by rows; a first row without numbers is a header."""
     rows = [x.split("#")[0].strip() for x in path.read_text(encoding="utf-8-sig").splitlines()]
     rows = [x for x in rows if x]
     mark = "," if rows and "," in rows[0] else None
@@ -106,29 +107,29 @@ def _writable(name: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
     destination(path)
 
 
-def _can_go_on(start: Start, said_how: bool) -> None:
-    """Whether the command can do what a saved run was made with."""
+def _check_continuation(start: Start, said_how: bool) -> None:
+    """Refuse saved runs whose settings the command cannot reproduce."""
     if not isinstance(start, dynamics.Trajectory):
         return
     if 0 in start.states.shape:
-        raise InputError("the run holds no points; there is nothing to go on with.")
+        raise InputError("the run holds no points; there is nothing to continue.")
     made = start.settings
     beyond = [n for n in made if ("weight" in n or n == "patterns") and made[n] is not None]
     beyond += [n for n in ("beta", "step_size") if isinstance(made.get(n), str)]
     if beyond:
         raise InputError(
-            f"the run was made with {', '.join(beyond)} of its own, which the command cannot know; "
-            "go on in Python: cumulant.dynamics.simulate(Trajectory.load(...), ...)."
+            f"the run was made with its own {', '.join(beyond)}, which the command cannot restore; "
+            "continue it in Python: cumulant.dynamics.simulate(Trajectory.load(...), ...)."
         )
     if made.get("kind") == "flow" and not said_how:
         raise InputError(
-            "the run was made by the flow: say how far it is to go on with --time, or give a "
-            "--step-size to go on in steps."
+            "the run was made by the flow: pass --time to continue the flow, or --step-size to "
+            "continue in steps."
         )
 
 
 def _chosen(name: str, given: Any, start: Start, own: Any) -> Any:
-    """What was asked for; else what a saved run was made with; else the usual."""
+    """The given value; else the saved run's; else the default."""
     if given is not None:
         return given
     saved = start.settings.get(name) if isinstance(start, dynamics.Trajectory) else None
@@ -139,61 +140,65 @@ def simulate(
     start: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(STARTS)}; or a file of points, one per row (csv, txt, npy), or a "
-            "saved run (npz), which goes on from its last state."
+            help=f"{', '.join(STARTS)}; a file of points, one per row (csv, txt, npy); or a "
+            "saved run (npz) to continue from its last state."
         ),
     ] = "sphere",
     points: Annotated[
         int | None,
-        typer.Option(help="How many points a named start has: 200 if left out; orthonormal: d."),
+        typer.Option(help="Number of points in a named start. [default: 200; orthonormal: d]"),
     ] = None,
-    dimension: Annotated[int, typer.Option(help="And in how many dimensions.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of a random start.")] = 0,
+    dimension: Annotated[int, typer.Option(help="Dimension of a named start.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of a random start.")] = 0,
     beta: Annotated[
         float | None,
-        typer.Option(help="Inverse temperature: 1 if left out; 0 is uniform attention."),
+        typer.Option(help="Inverse temperature; 0 is uniform attention. [default: 1]"),
     ] = None,
     contraction: Annotated[
         str | None,
         typer.Option(
-            help=f"What pulls back after each step: {', '.join(CONTRACTIONS)}; sphere if left out."
+            help=f"Normalization after each step: {', '.join(CONTRACTIONS)}. [default: sphere]"
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="How many steps.")] = 100,
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 100,
     step_size: Annotated[
-        float | None, typer.Option(help="How far each goes: 0.1 if left out.")
+        float | None, typer.Option(help="Size of each step. [default: 0.1]")
     ] = None,
     time: Annotated[
         float | None,
-        typer.Option(help="Continuous time instead: the flow until then, by an adaptive solver."),
+        typer.Option(
+            help="Run the continuous flow up to this time instead, with an adaptive solver."
+        ),
     ] = None,
     causal: Annotated[
-        bool, typer.Option("--causal", help="Each point sees only those before it, and itself.")
+        bool, typer.Option("--causal", help="Each point sees only itself and earlier points.")
     ] = False,
     cluster_distance: Annotated[
-        float, typer.Option(help="Points linked by steps no longer than this are one cluster.")
+        float, typer.Option(help="Points chained by gaps up to this distance form one cluster.")
     ] = 0.1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the run here (npz).")
+        Path | None, typer.Option("--output", "-o", help="Save the run to this file (npz).")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", "-p", help="Draw it here (png, svg, pdf).")
+        Path | None,
+        typer.Option("--picture", "-p", help="Save a picture to this file (png, svg, pdf)."),
     ] = None,
     animation: Annotated[
-        Path | None, typer.Option("--animation", "-a", help="Film it here (gif, html).")
+        Path | None,
+        typer.Option("--animation", "-a", help="Save an animation to this file (gif, html)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The observables as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the observables as JSON.")] = False,
 ) -> None:
-    """Let a cloud of points attend to itself, and watch it expand, contract, cluster.
+    """Simulate a cloud of points that attends to itself, and watch it expand, contract, cluster.
 
-    Each step is contraction(x + step_size * attention(x)), or with --time its continuous limit.
+    Each step is contraction(x + step_size * attention(x)); --time runs its continuous limit.
 
     \b
     cumulant simulate                                      200 points on a sphere
     cumulant simulate sphere --beta 9 --time 12 -p a.png   clusters that last
     cumulant simulate gaussian --contraction none --steps 30
     cumulant simulate points.csv -o run.npz                your own points
-    cumulant simulate run.npz --steps 500                  go on from there, as it was made
+    cumulant simulate run.npz --steps 500                  continue with the same settings
     """
     _check_options(contraction, time, steps)
     real("simulate", "--cluster-distance", cluster_distance, least=0.0)
@@ -205,7 +210,7 @@ def simulate(
 
         need_matplotlib()
     x = read_points(start, points, dimension, seed)
-    _can_go_on(x, time is not None or step_size is not None)
+    _check_continuation(x, time is not None or step_size is not None)
     beta = _chosen("beta", beta, x, 1.0)
     pace = real("simulate", "step_size", _chosen("step_size", step_size, x, 0.1))
     pull = _contraction(contraction, x)
@@ -239,7 +244,7 @@ def _check_options(contraction: str | None, time: float | None, steps: int) -> N
 def _run(
     start: Start, steps: int, step_size: float, time: float | None, how: dict[str, Any]
 ) -> dynamics.Trajectory:
-    """The run, with progress; an interrupted one says where it was kept."""
+    """The run, with progress; if interrupted, says where it was saved."""
     size = (start.final if isinstance(start, dynamics.Trajectory) else start).shape[-2]
     with Shown(f"{size} points") as progress:
         try:
@@ -251,19 +256,19 @@ def _run(
             return dynamics.flow(start, times, progress=progress, **how)
         except KeyboardInterrupt:
             output = how["checkpoint"]
-            kept = f"the run so far is in {output}" if output else "nothing was kept (no --output)"
+            kept = f"the run so far is in {output}" if output else "nothing was saved (no --output)"
             typer.echo(f"cumulant: interrupted; {kept}", err=True)
             raise typer.Exit(130) from None
 
 
 def _contraction(name: str | None, start: Start) -> dynamics.Contraction | None:
-    """By its name, or as a saved run has it."""
+    """By name, or from a saved run."""
     if name is None and isinstance(start, dynamics.Trajectory) and start.settings:
         saved = start.settings.get("contraction")
         saved = saved if saved is None else str(saved)
         known = {str(c): c for c in CONTRACTIONS.values() if c is not None}
         if saved is not None and saved not in known:
-            raise InputError(f"the run was made with {saved}; name a --contraction to go on with.")
+            raise InputError(f"the run was made with {saved}; choose a --contraction to continue.")
         return None if saved is None else known[saved]
     return CONTRACTIONS[name or "sphere"]
 
@@ -294,6 +299,6 @@ def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distan
     console.print(table)
     console.print(f"{groups} cluster{'s' * (groups != 1)} at the end (points within {distance:g})")
     if math.isfinite(blown):
-        console.print(f"the cloud left the range of its numbers at t = {blown:.4g}")
+        console.print(f"the cloud overflowed at t = {blown:.4g}")
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True)

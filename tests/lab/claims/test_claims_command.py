@@ -62,7 +62,7 @@ def test_only_what_rests_on_one_kind_of_evidence():
         (["--evidence", "hearsay"], "one of identity, simulation, empirical, got 'hearsay'"),
         (
             ["--only", "T4", "--evidence", "empirical"],
-            "none of the claims named rests on empirical",
+            "none of the selected claims has empirical",
         ),
     ],
 )
@@ -161,4 +161,4 @@ def test_what_a_missing_extra_leaves_out(tmp_path):
     assert both.returncode == 0
     assert [x["id"] for x in json.loads(both.stdout)["claims"]] == ["T4", "T29"]
     assert "T29 not run" in both.stderr
-    assert "no pictures" in both.stderr
+    assert "no figures" in both.stderr
