@@ -32,7 +32,7 @@ def test_nothing_is_found_in_nothing():
 
 def test_classes_are_counted():
     finding = found("classes", heads=heads(**{"class": ["IV", "IV", "I", "IV", "II", "IV"]}))
-    assert finding.headline == "Class IV is the most frequent: 4 of 6 heads"
+    assert finding.headline == "Class IV is the most common: 4 of 6 heads"
     assert "67%" in finding.sentence
     assert "1 of class I, 1 of class II, 0 of class III, 4 of class IV" in finding.sentence
 
@@ -42,10 +42,10 @@ def test_sinks_name_the_layers_above_one_half_and_the_uniform_share():
     table = heads(sink_mass=[0.1, 0.1, 0.6, 0.8, 0.7, 0.7, 0.2, 0.0])
     finding = found("maps", heads=table, tokens=tokens)
     assert finding.headline.startswith("40%")
-    assert "in layers 1 and 2 it is more than half" in finding.sentence
+    assert "the share exceeds one half in layers 1 and 2" in finding.sentence
     assert "uniform attention would put 62% there" in finding.sentence  # (1 + 1/4) / 2
     light = found("maps", heads=heads(sink_mass=[0.1, 0.1, 0.3, 0.3]))
-    assert "most in layer 1, 30%" in light.sentence
+    assert "the largest share is 30%, in layer 1" in light.sentence
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_expansion_reads_the_median_over_layers(ratios, says):
     )
     finding = found("depth", layers=layers)
     assert f"Attention {says}" in finding.headline
-    assert f"above 1 in {sum(r > 1 for r in ratios)} of 3 layers" in finding.sentence
-    assert "ratio of 0.700, below 1 in 2 of 3 layers" in finding.sentence
+    assert f"by more than 1 in {sum(r > 1 for r in ratios)} of 3 layers" in finding.sentence
+    assert "by 0.700, and by less than 1 in 2 of 3 layers" in finding.sentence
 
 
 def test_energy_counts_heads_and_rising_tokens():
@@ -67,7 +67,7 @@ def test_energy_counts_heads_and_rising_tokens():
         heads=heads(energy_change=[-1.0, -3.0, 0.5, -2.0], energy_rises=[0.0, 0.0, 0.5, 0.1]),
     )
     assert finding.headline == "Energy falls in 3 of 4 heads"
-    assert "median change −1.50" in finding.sentence
+    assert "median change is −1.50" in finding.sentence
     assert "15% of the tokens" in finding.sentence
 
 
@@ -86,7 +86,7 @@ def test_link_says_how_linear_and_how_good_the_trained_map_is():
     )
     finding = found("link", heads=table)
     assert finding.headline == "The link is close to linear: R² 0.970"
-    assert "median R² −0.100, better than a constant in 1 of 3 heads" in finding.sentence
+    assert "median R² of −0.100 and beats a constant in 1 of 3 heads" in finding.sentence
     assert "83% of the means" in finding.sentence
 
 
@@ -97,7 +97,7 @@ def test_gaussianity_counts_rejections_with_a_warning():
     assert "3 of 20 layers" in finding.sentence
     assert "independent points, which tokens of one text are not" in finding.sentence
     fine = found("shape", layers=layers.assign(gaussianity_p=0.5))
-    assert fine.headline == "No layer's hidden states are told from Gaussian"
+    assert fine.headline == "Hidden states are compatible with a Gaussian in every layer"
 
 
 RADII = [4.0, 0.25, 0.5, 1.0, 8.0, 2.0]
@@ -113,7 +113,7 @@ def test_partition_quotes_the_centered_rows():
     assert finding.headline == "The partition function is nearly constant up to radius 1"
     assert "0.2% to 4.0% (relative sd) at radii 0.25 to 1" in finding.sentence
     assert "by more than 11 times its mean at radius 4" in finding.sentence
-    assert "with their mean left in, by 12% at radius 1" in finding.sentence
+    assert "with the mean left in, by 12% at radius 1" in finding.sentence
     assert "radius 8" not in finding.sentence  # where one direction outweighs all others
 
 
@@ -136,7 +136,7 @@ def test_partition_without_centered_rows():
 )
 def test_sensitivity_says_which_weights_and_in_how_many_layers(first, second, says):
     layers = pd.DataFrame({"layer": range(3), "sensitivity_qk": first, "sensitivity_vo": second})
-    assert found("sensitivity", layers=layers).headline == f"The output hangs more on {says}"
+    assert found("sensitivity", layers=layers).headline == f"The output depends more on {says}"
 
 
 def test_sensitivity_states_medians_as_percentages():
@@ -144,8 +144,8 @@ def test_sensitivity_states_medians_as_percentages():
         {"layer": [0, 1, 2], "sensitivity_qk": [0.1, 0.3, 0.2], "sensitivity_vo": [0.5, 0.7, 1.2]}
     )
     sentence = found("sensitivity", layers=layers, run={"texts": 40}).sentence
-    assert "value and output weights of one layer change by 1%" in sentence
-    assert "moves by 0.70%; if the query and key weights do, by 0.20%" in sentence
+    assert "1% change in the value and output weights of one layer" in sentence
+    assert "moves the output by 0.70%; in the query and key weights, by 0.20%" in sentence
     assert "on the first text" in sentence
 
 

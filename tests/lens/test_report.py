@@ -159,7 +159,7 @@ def test_tokens_tell_their_statistics_and_light_up_their_keys(browser, page, dat
     shown = dict(cells(browser, "#token-detail tr"))
     assert float(shown["Entropy (nats)"]) == pytest.approx(row["entropy"], rel=5e-3)
     assert float(shown["Keys holding 90%"]) == row["k90"]
-    assert float(shown["Keys in sight"]) == 78
+    assert float(shown["Visible keys"]) == 78
     lit = browser.run(
         f"[...{TOKEN}].map((t, i) => t.classList.contains('key') ? i : -1).filter(i => i >= 0)"
     )

@@ -1,6 +1,6 @@
-"""Every column of every table: what it is, in which unit, by which formula.
+"""Every column of every table: its meaning, unit and formula.
 
-The one source for the documentation, the metadata on disk and the report.
+The documentation, the file metadata and the report all use these definitions.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class Column(NamedTuple):
 
 
 _ALL = (
-    Column("input", "index", "which text, counted over all forward calls"),
-    Column("layer", "index", "attention calls in the order of their first execution"),
+    Column("input", "index", "index of the text, counted over all forward calls"),
+    Column("layer", "index", "attention calls, numbered in order of first execution"),
     Column("head", "index", "query head"),
-    Column("token", "index", "position of the query in its text, padding left out"),
-    Column("attention", "", "self, or cross where the keys are another sequence's", "T20"),
+    Column("token", "index", "position of the query in its text, not counting padding"),
+    Column("attention", "", "self, or cross if the keys come from another sequence", "T20"),
     Column("module", "", "name of the module in the model"),
     Column("log_normalizer", "nats", "G_i = log sum_j exp(score_ij + bias_ij)", "T12"),
     Column("entropy", "nats", "H_i = -sum_j p_ij log p_ij = G_i - E_i[score + bias]", "T7"),
     Column("effective_keys", "keys", "exp(H_i)", "T7"),
-    Column("k90", "keys", "the fewest keys whose weights sum to at least 0.90", "T21"),
+    Column("k90", "keys", "smallest number of keys whose weights sum to at least 0.90", "T21"),
     Column(
         "class",
         "",
-        "by k90 / visible: I above 1/2, II above 1/8, III above 1/32, IV at most that; of a head "
+        "by k90 / visible: I above 1/2, II above 1/8, III above 1/32, otherwise IV; for a head, "
         "by the median over its tokens",
         "T21",
     ),
-    Column("visible", "keys", "how many keys the query may attend to, a sink logit included"),
+    Column("visible", "keys", "number of keys the query may attend to, including a sink logit"),
     Column(
-        "score_variance", "nats^2", "Var_i[scale <q_i, k>], the bias left out: heat capacity", "T7"
+        "score_variance", "nats^2", "Var_i[scale <q_i, k>], without the bias: heat capacity", "T7"
     ),
     Column(
         "top_key", "index", "token of the key with the largest weight; -1 for the sink logit", "T12"
@@ -49,18 +49,18 @@ _ALL = (
     Column(
         "sink_mass",
         "probability",
-        "the weight of the first token's key, plus that of a sink logit where there is one",
+        "weight on the first token, plus the weight on a sink logit if there is one",
         "T12",
     ),
-    Column("sink_logit_mass", "probability", "the weight of the sink logit", "T12"),
+    Column("sink_logit_mass", "probability", "weight on the sink logit", "T12"),
     Column("fisher_trace", "key units^2", "tr Cov_i[k]", "T1"),
-    Column("leading_eigenvalue", "key units^2", "the largest eigenvalue of Cov_i[k]", "T14"),
+    Column("leading_eigenvalue", "key units^2", "largest eigenvalue of Cov_i[k]", "T14"),
     Column("k90_fraction", "fraction", "median over tokens of k90 / visible", "T21"),
     Column(
         "lipschitz",
         "ratio",
-        "scale * max_i lambda_max(Cov_i[k]): the largest stretch of q -> E[k] near a query seen; "
-        "none for soft-capped scores",
+        "scale * max_i lambda_max(Cov_i[k]): the largest local stretch of q -> E[k] at the "
+        "observed queries; null for soft-capped scores",
         "T14",
     ),
     Column(
@@ -79,8 +79,8 @@ _ALL = (
     Column(
         "definiteness",
         "[-1, 1]",
-        "sum of the eigenvalues of A's symmetric part over the sum of their sizes: 1 is positive "
-        "semidefinite",
+        "sum of the eigenvalues of A's symmetric part over the sum of their absolute values: 1 is "
+        "positive semidefinite",
         "T14",
     ),
     Column(
@@ -92,20 +92,20 @@ _ALL = (
     Column(
         "link_linear",
         "R^2",
-        "how much of the true link at attention outputs an affine map explains, cross-validated",
+        "cross-validated fit of the best affine map from attention outputs to their true link",
         "T29",
     ),
     Column(
         "link_trained",
         "R^2",
-        "how much of it the trained map explains: scale sum_j p_ij q_j against the link of E_i[k]",
+        "fit of the trained map, scale sum_j p_ij q_j, to the link of E_i[k]",
         "T29",
     ),
-    Column("link_exists", "fraction", "share of the outputs whose link was found", "T29"),
+    Column("link_exists", "fraction", "share of outputs whose link was found", "T29"),
     Column(
         "attention_expansion",
         "ratio",
-        "median over token pairs of |f(x) - f(y)| / |x - y|, f attention with its skip",
+        "median over token pairs of |f(x) - f(y)| / |x - y| for f = attention with its residual",
         "T14",
     ),
     Column("cross_attention_expansion", "ratio", "the same for cross-attention", "T14"),
@@ -114,29 +114,29 @@ _ALL = (
     Column(
         "participation_ratio",
         "dimensions",
-        "(sum l)^2 / sum l^2 over the eigenvalues l of the covariance of the hidden states of all "
-        "texts together",
+        "(sum l)^2 / sum l^2 over the eigenvalues l of the covariance of the hidden states, over "
+        "all texts",
         "T17",
     ),
     Column(
         "anisotropy",
         "cosine",
-        "mean cosine of pairs of hidden states, of one text or of two",
+        "mean cosine over pairs of hidden states, within and across texts",
         "T17",
     ),
     Column(
         "rank_residual",
         "fraction",
-        "|X - 1 mean'| / |X| (Frobenius) of the hidden states X of one text, mean over texts",
+        "|X - 1 mean'| / |X| (Frobenius) of the hidden states X of one text, averaged over texts",
     ),
     Column(
         "gaussianity",
         "",
-        "energy distance of the standardized hidden states to a Gaussian, in leading directions",
+        "energy distance of the standardized hidden states from a Gaussian, in leading directions",
         "T17",
     ),
     Column("gaussianity_null", "", "95 % quantile of that distance for Gaussian points", "T17"),
-    Column("gaussianity_p", "probability", "p-value of the test that they are Gaussian", "T17"),
+    Column("gaussianity_p", "probability", "p-value of the test for a Gaussian", "T17"),
     Column(
         "sensitivity_qk",
         "ratio",
@@ -144,17 +144,15 @@ _ALL = (
         "T23",
     ),
     Column("sensitivity_vo", "ratio", "the same for W_v and W_o", "T23"),
-    Column(
-        "sublayer", "", "attention, cross_attention, feed_forward, norm, or block for the whole"
-    ),
+    Column("sublayer", "", "attention, cross_attention, feed_forward, norm, or block (the whole)"),
     Column("name", "", "name of the normalization module"),
     Column(
         "tokens",
         "",
-        "in expansions: all, or without_sinks, that is without the tokens that are the top key of "
-        "more than 0.3 of a layer's queries; in inputs: how many",
+        "in expansions: all, or without_sinks (excluding tokens that are the top key of more than "
+        "0.3 of a layer's queries); in inputs: number of tokens",
     ),
-    Column("pairs", "count", "how many pairs of tokens of one text"),
+    Column("pairs", "count", "number of token pairs, both of one text"),
     Column("q05", "ratio", "5 % quantile over the pairs"),
     Column("q25", "ratio", "25 % quantile over the pairs"),
     Column("median", "ratio", "median over the pairs"),
@@ -163,11 +161,11 @@ _ALL = (
     Column(
         "radius",
         "",
-        "length of c in units in which it is the standard deviation of <v_w, c>",
+        "length of c, as the standard deviation of <v_w, c> over words",
         "T31",
     ),
     Column("norm", "embedding units", "length of c", "T31"),
-    Column("centered", "", "whether the mean of all embeddings was taken off first", "T31"),
+    Column("centered", "", "whether the mean embedding was subtracted first", "T31"),
     Column("directions", "", "how the directions of c were drawn", "T31"),
     Column("mean", "nats", "mean of log Z over directions, log Z = log sum_w exp <v_w, c>", "T31"),
     Column("sd", "nats", "standard deviation of log Z over directions", "T31"),
@@ -177,7 +175,7 @@ _ALL = (
     Column(
         "frequency_correlation",
         "correlation",
-        "of log frequency with |v_w|^2, where frequencies were given",
+        "correlation of log frequency and |v_w|^2, if frequencies were given",
         "T31",
     ),
     Column("text", "", "name of the text"),
@@ -187,9 +185,9 @@ COLUMNS = {column.name: column for column in _ALL}
 
 TABLES = {
     "tokens": "one row per (input, layer, head, token)",
-    "heads": "one row per (layer, head): means over all tokens, and what the weights say",
+    "heads": "one row per (layer, head): means over all tokens, and statistics of the weights",
     "layers": "one row per transformer block",
     "expansions": "quantiles of |f(x) - f(y)| / |x - y| over pairs of tokens, per sublayer",
     "inputs": "one row per input: its text and its length",
-    "partition": "log Z(c) = log sum_w exp <v_w, c> of the input embeddings, c random of a length",
+    "partition": "log Z(c) = log sum_w exp <v_w, c> of the input embeddings, c random by length",
 }

@@ -88,9 +88,9 @@ def test_what_cannot_be_made_is_noted(few, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gathering, "_bench", lambda name, _: {"note": f"{name} is left out."})
     code, said, _ = run(monkeypatch, capsys, "-o", tmp_path)
     assert code == 0
-    assert "The lens is left out: models are loaded by transformers" in " ".join(said.split())
+    assert "The lens was skipped: models are loaded by transformers" in " ".join(said.split())
     page = (tmp_path / "report.html").read_text()
-    assert "The lens is left out" in page
+    assert "The lens was skipped" in page
     assert "calculus is left out." in page
 
 
@@ -114,5 +114,5 @@ def test_benchmarks_say_why_they_are_missing(monkeypatch):
         gathering, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no filterpy"))
     )
     assert bench("filtering", lambda *told: None) == {
-        "note": "The benchmark filtering is left out: no filterpy"
+        "note": "The benchmark filtering was skipped: no filterpy"
     }

@@ -311,7 +311,7 @@ def test_without_contraction_the_view_grows_until_it_stops(browser, page):
     assert data(browser, CLOUD, "view") > max(first, float(far))
     browser.run(f"for (let i = 0; i < 40; i++) {step}")
     browser.settle()
-    assert "grows for ever" in texts(browser, "#cloud-said")[0]
+    assert "grows forever" in texts(browser, "#cloud-said")[0]
     browser.click("document.getElementById('cloud-reset')")
     assert data(browser, CLOUD, "view") == pytest.approx(first)
     assert texts(browser, "#cloud-steps") == ["0"]
@@ -394,7 +394,7 @@ def test_the_ledger_marks_filters_and_opens(browser, page):
     ]
     assert texts(browser, "#ledger > .takeaway") == [
         "Of 8 claims, 2 hold, 1 holds with a correction, 1 does not hold in general, 2 are open, "
-        "1 crashed, 1 was not run. T30, T32 came out otherwise than recorded."
+        "1 crashed, 1 was not run. T30, T32 came out differently than recorded."
     ]
     visible = "[...document.querySelectorAll('.entry')].filter(e => e.offsetHeight).map(e => e.id)"
     browser.click("document.querySelector('#ledger-controls [data-kind=open]')")
@@ -534,7 +534,7 @@ def test_ratios_stand_in_order_on_a_logarithmic_scale(browser, page):
     away = torch.tensor(dots) - one
     torch.testing.assert_close(away / away[4], ratios.log() / ratios[4].log(), rtol=1e-3, atol=1e-3)
     assert texts(browser, "#benchmarks > .takeaway") == [
-        "In 2 of 5 comparisons the library takes less than what was measured beside it."
+        "In 2 of 5 comparisons the library takes less than the alternative."
     ]
     browser.run("document.querySelector('#figure-benchmarks .mark').focus()")
     browser.press("ArrowDown")

@@ -119,7 +119,7 @@
     tails.forEach((tail, i) => { tail.push(points[i]); if (tail.length > TAIL) tail.shift(); });
     measure();
     if (shift < SETTLED) stop(`At rest after ${steps} step${steps === 1 ? "" : "s"}.`);
-    else if (room > FAR) stop("Without a contraction the cloud grows for ever; it ends here, at a size of a million. Reset to start again, or choose one.");
+    else if (room > FAR) stop("Without a contraction the cloud grows forever; it stops here, at a size of a million. Reset, or choose a contraction.");
   }
 
   const factor = (v) => Number.isFinite(v) ? `×${v.toFixed(3)}` : "–";

@@ -1,4 +1,4 @@
-"""What the report is made of, part after part; each is kept, so an interrupted run can resume."""
+"""The parts of the report; each is saved when done, so an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Content = dict[str, Any]
 def gather(
     folder: Path, *, seed: int, quick: bool, version: str, progress: ProgressCallback
 ) -> Parts:
-    """Run everything the report shows, or resume what an interrupted run of it left.
+    """Run everything the report shows, or resume an interrupted run.
 
     A part that cannot be made because a package is missing is left out and noted. The caller holds
     the lock.
@@ -70,7 +70,7 @@ def gather(
         lens = Examination.load(folder / "lens").report_data()
     except InputError as error:
         lens = None
-        notes.append(f"The lens is left out: {error}")
+        notes.append(f"The lens was skipped: {error}")
     series = kept.part("series", lambda: _series(progress))
     chosen = BENCHES[:1] if quick else BENCHES
     measured = [kept.part(f"bench {name}", lambda n=name: _bench(n, progress)) for name in chosen]
@@ -136,7 +136,7 @@ def _figures(folder: Path, ledger: Content, notes: list[str]) -> dict[str, str]:
     """The pictures by claim, as SVG."""
     drawn = [row["id"] for row in ledger["claims"] if row["caption"]]
     if not drawn:
-        notes.append("The ledger has no pictures; they need: pip install 'cumulant[plot]'")
+        notes.append("The ledger has no figures; they need: pip install 'cumulant[plot]'")
     paths = {name: folder / FIGURES / f"{name}.svg" for name in drawn}
     return {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
 
@@ -183,10 +183,10 @@ def _series(progress: ProgressCallback) -> Content:
         "probabilities": tolist(later.mode_probabilities.T),
         "log_likelihood": float(post.log_likelihood),
         "sentences": [
-            f"Over {post.steps} quarters, {labels[0]} to {labels[-1]}, times are {rare.name} "
+            f"Over {post.steps} quarters, {labels[0]} to {labels[-1]}, the regime is {rare.name} "
             f"{rare.share:.0%} of the time; the longest stretch is {labels[longest.first]} to "
             f"{labels[longest.last]}.",
-            f"The filter is GPB2 and the smoother goes back over it; the log-likelihood is "
+            f"The filter is GPB2, followed by a smoother; the log-likelihood is "
             f"{float(post.log_likelihood):.2f}.",
         ],
     }
@@ -201,7 +201,7 @@ def _bench(name: str, progress: ProgressCallback) -> Content:
     try:
         rows = import_module(f"cumulant.lab.bench.{name}").run(rounds=3, quick=True, progress=named)
     except (InputError, ImportError) as error:
-        return {"note": f"The benchmark {name} is left out: {error}"}
+        return {"note": f"The benchmark {name} was skipped: {error}"}
     told = [{"bench": name, **row.as_dict()} for row in rows]
     for row in told:  # aims are meant for the full shapes
         del row["at_most"], row["met"]

@@ -1,4 +1,4 @@
-"""The report: everything the library says of attention, in one file."""
+"""The report: every result of the library, in one file."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ FORMULAS = (
     (
         "The log-normalizer",
         r"G(q) = \log \sum_j e^{\langle k_j,\, q\rangle}",
-        "How much mass there is after the tilt, as a logarithm. Its contours lie behind the keys.",
+        "The logarithm of the total mass after the tilt. The panel draws its contours.",
     ),
     (
         "Its gradient",
         r"\nabla G(q) = \sum_j p_j\, k_j = \operatorname{E}[k]",
-        "The output of attention whose values are the keys: the mean under the tilt.",
+        "The mean under the tilt: the attention output, with the keys as values.",
     ),
     (
         "Its Hessian",
         r"\nabla^2 G(q) = \operatorname{Cov}[k]",
-        "How far the output moves when the query does: the covariance under the tilt.",
+        "The covariance under the tilt: how far the output moves when the query moves.",
     ),
 )
 
@@ -151,7 +151,7 @@ def _lens(data: ReportData | None) -> dict[str, Any] | None:
     telling = [f for f in found if f.section == "depth"] + found
     return {
         "title": data.title,
-        "takeaway": f"{telling[0].headline}." if found else "The tables hold nothing to report.",
+        "takeaway": f"{telling[0].headline}." if found else "There is nothing to report.",
         "scale": lens.scale(data),
         "findings": found,
         "captions": lens.captions(found),
@@ -189,6 +189,6 @@ def _cost(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     less = sum(ratio < 1 for ratio in ratios)
     return (
-        f"In {less} of {count(len(ratios), 'comparison')} the library takes less than what was "
-        "measured beside it."
+        f"In {less} of {count(len(ratios), 'comparison')} the library takes less than the "
+        "alternative."
     )

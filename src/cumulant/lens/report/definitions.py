@@ -1,4 +1,4 @@
-"""How the columns are named on the page, and where their definitions come from."""
+"""Names of the columns on the page, and their definitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HEADS", "SUBLAYERS", "TOKENS", "Defined", "Shown", "definitions"]
 
 
 class Shown(NamedTuple):
-    """A statistic that can be chosen: its column, its name on the page, how to color and write it.
+    """A selectable statistic: its column, its label, and how to color and format it.
 
     ``kind`` is "share" (0 to 1), "signed" (-1 to 1, zero in the middle), "number", "log" (spread
     over decades) or "class".
@@ -66,7 +66,7 @@ SUBLAYERS = (
 
 
 class Defined(NamedTuple):
-    """A table: its name, what a row is, the columns it adds, and the names of those said before."""
+    """A table: its name, what a row is, its new columns, and the names of those defined above."""
 
     table: str
     about: str
@@ -75,7 +75,7 @@ class Defined(NamedTuple):
 
 
 def definitions(tables: Mapping[str, Frame | None]) -> list[Defined]:
-    """The columns that hold something, by table; each is defined where it comes up first."""
+    """The nonempty columns by table; each is defined where it first appears."""
     said: set[str] = set()
     found: list[Defined] = []
     for table, frame in tables.items():

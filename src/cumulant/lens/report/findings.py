@@ -1,4 +1,4 @@
-"""What the numbers say, in sentences: each with its figures, and true of these texts only."""
+"""The findings in sentences, each with its numbers, and valid for these texts only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "findings"]
 
 CLASSES = ("I", "II", "III", "IV")
-# From here on we call a score matrix nearly symmetric, and nearly positive.
+# From this value on, a score matrix counts as nearly symmetric or nearly positive.
 NEARLY = 0.9
-# Under this relative deviation a partition function counts as nearly constant.
+# Below this relative deviation, a partition function counts as nearly constant.
 STEADY = 0.1
 
 
 class Finding(NamedTuple):
-    """A headline, the sentence with the numbers, where they come from, and its section's name."""
+    """A headline, a sentence with the numbers, their source, and the section's name."""
 
     headline: str
     sentence: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def findings(data: ReportData) -> list[Finding]:
-    """The findings for which there are numbers, in the order of the page's sections."""
+    """The findings that have numbers, in the order of the page's sections."""
     found = (question(data) for question in QUESTIONS)
     return [finding for finding in found if finding is not None]
 
@@ -61,7 +61,7 @@ def _listed(layers: list[int]) -> str:
 
 
 def _texts(data: ReportData) -> int:
-    """How many texts the tables speak of: of a long run, the table of tokens has only the first."""
+    """Number of texts: after a long run, the tokens table has only the first ones."""
     known = data.run.get("texts")
     if isinstance(known, int):
         return known
@@ -69,7 +69,7 @@ def _texts(data: ReportData) -> int:
 
 
 def _inputs(data: ReportData) -> int:
-    """How many inputs were run, or 0 if that is not known: texts, or pieces of them."""
+    """Number of inputs (texts or windows of them), or 0 if unknown."""
     known = data.run.get("inputs")
     return known if isinstance(known, int) else 0
 
@@ -80,7 +80,7 @@ def _here(data: ReportData) -> str:
 
 
 def _first(data: ReportData) -> str:
-    """For what takes long and is done for one text."""
+    """For expensive statistics, which are computed for one text."""
     return "on the first text" if _texts(data) > 1 else _here(data)
 
 
@@ -92,16 +92,16 @@ def _classes(data: ReportData) -> Finding | None:
     most = max(CLASSES, key=lambda k: counts[k])
     meaning = {
         "I": "on more than half of the keys",
-        "II": "on an eighth to a half of the keys",
-        "III": "on a thirty-second to an eighth of the keys",
-        "IV": "on few keys",
+        "II": "on one eighth to one half of the keys",
+        "III": "on 1/32 to 1/8 of the keys",
+        "IV": "on at most 1/32 of the keys",
     }[most]
     rest = ", ".join(f"{counts[k]} of class {k}" for k in CLASSES)
     return Finding(
-        f"Class {most} is the most frequent: {counts[most]} of {count(len(kinds), 'head')}",
+        f"Class {most} is the most common: {counts[most]} of {count(len(kinds), 'head')}",
         f"{share(counts[most] / len(kinds))} of the heads put 90% of their weight "
-        f"{meaning} for the median token {_here(data)}; altogether {rest}.{_short(data)}",
-        "Fewest keys holding 90% of the weight, median over tokens, against the keys in sight.",
+        f"{meaning} for the median token {_here(data)}. In total: {rest}.{_short(data)}",
+        "Share of the visible keys needed for 90% of the weight, median over tokens.",
         "classes",
     )
 
@@ -123,13 +123,13 @@ def _sinks(data: ReportData) -> Finding | None:
     sinks = logits is not None and bool((logits > 0).any())
     what = "the first token or the sink logit" if sinks else "the first token"
     where = (
-        f"in {_listed(heavy)} it is more than half"
+        f"the share exceeds one half in {_listed(heavy)}"
         if heavy
-        else f"it is most in layer {top}, {share(means[top])}"
+        else f"the largest share is {share(means[top])}, in layer {top}"
     )
     return Finding(
-        f"{share(everything)} of attention rests on the sink",
-        f"Averaged over heads and tokens, {share(everything)} of the weight sits on {what} "
+        f"{share(everything)} of attention goes to the sink",
+        f"Averaged over heads and tokens, {share(everything)} of the weight is on {what} "
         f"{_here(data)}{uniform}; {where}.",
         "Mean of sink_mass over the tokens of each head, then over heads.",
         "maps",
@@ -144,23 +144,23 @@ def _expansion(data: ReportData) -> Finding | None:
     middle, above = median(attention), sum(x > 1 for x in attention)
     verb = "pushes tokens apart" if middle > 1 else "does not push tokens apart"
     sentence = (
-        f"Median distance ratio of token pairs across attention with its residual: "
-        f"{number(middle)} (median of layers), above 1 in {above} of "
+        f"Attention with its residual multiplies distances between tokens by {number(middle)} "
+        f"(median over pairs and layers), and by more than 1 in {above} of "
         f"{count(len(attention), 'layer')}"
     )
     if norm:
         below = sum(x < 1 for x in norm)
         sentence += (
-            f"; the normalizations of a layer together have a ratio of {number(median(norm))}, "
-            f"below 1 in {below} of {count(len(norm), 'layer')}"
+            f"; the normalizations of a layer together multiply them by {number(median(norm))}, "
+            f"and by less than 1 in {below} of {count(len(norm), 'layer')}"
         )
     feed = _numbers(data, "layers", "feed_forward_expansion")
     if feed:
-        sentence += f"; the feed-forward sublayer {number(median(feed))}"
+        sentence += f"; the feed-forward sublayer by {number(median(feed))}"
     return Finding(
         f"Attention {verb}: ×{number(middle)}",
         sentence + f", {_here(data)}.",
-        "Ratios of distances after and before, pairs of tokens of one text (T14, T15).",
+        "Ratios of distances after and before, for pairs of tokens of one text (T14, T15).",
         "depth",
     )
 
@@ -172,16 +172,18 @@ def _energy(data: ReportData) -> Finding | None:
     falling = sum(x < 0 for x in change)
     rises = _numbers(data, "heads", "energy_rises")
     sentence = (
-        f"One update from the query to the mean key lowers the Hopfield energy on average in "
-        f"{falling} of {count(len(change), 'head')} {_here(data)}, median change "
+        f"One update from the query to the mean key lowers the mean Hopfield energy in "
+        f"{falling} of {count(len(change), 'head')} {_here(data)}; the median change is "
         f"{number(median(change))}"
     )
     if rises:
-        sentence += f"; it rose for {share(mean(rises)) if any(rises) else 'none'} of the tokens"
+        sentence += (
+            f"; the energy rose for {share(mean(rises)) if any(rises) else 'none'} of the tokens"
+        )
     return Finding(
         f"Energy falls in {falling} of {count(len(change), 'head')}",
         sentence + ".",
-        "E(E[k]) − E(q) with the keys as patterns (T19); theory says never positive.",
+        "E(E[k]) − E(q) with the keys as patterns (T19); in theory never positive.",
         "energy",
     )
 
@@ -202,9 +204,9 @@ def _potential(data: ReportData) -> Finding | None:
     middle, top = median(s for s, _ in pairs), max(s for s, _ in pairs)
     return Finding(
         f"Nearly symmetric, positive scores: {good} of {count(len(pairs), 'head')}",
-        f"Only there is G a potential of the step (symmetry and definiteness at least {NEARLY}); "
-        f"symmetry has median {number(middle)} and reaches {number(top)}.",
-        "W_q W_kᵀ of each head, from the weights alone: the same for every text.",
+        f"Only in such heads (symmetry and definiteness at least {NEARLY}) is the step close to "
+        f"the gradient of G. Symmetry has median {number(middle)} and maximum {number(top)}.",
+        "W_q W_kᵀ of each head; computed from the weights alone, so the same for every text.",
         "maps",
     )
 
@@ -216,18 +218,18 @@ def _shape(data: ReportData) -> Finding | None:
     rejected = sum(x < 0.05 for x in p)
     headline = f"Hidden states are not Gaussian in {rejected} of {count(len(p), 'layer')}"
     if rejected == 0:
-        headline = "No layer's hidden states are told from Gaussian"
+        headline = "Hidden states are compatible with a Gaussian in every layer"
     sentence = (
-        f"Normality is rejected at 5% in {rejected} of {count(len(p), 'layer')} {_here(data)}, by "
-        "a test made for independent points, which tokens of one text are not"
+        f"Normality is rejected at 5% in {rejected} of {count(len(p), 'layer')} {_here(data)}. The "
+        "test assumes independent points, which tokens of one text are not"
     )
     residual = _numbers(data, "layers", "rank_residual")
     if len(residual) > 1:
-        sentence += f"; the rank residual goes from {number(residual[0])} to {number(residual[-1])}"
+        sentence += f". The rank residual goes from {number(residual[0])} to {number(residual[-1])}"
     return Finding(
         headline,
         sentence + ".",
-        "Energy statistic on leading principal directions against its own null.",
+        "Energy statistic on the leading principal directions, against its null distribution.",
         "shape",
     )
 
@@ -251,10 +253,11 @@ def _sensitivity(data: ReportData) -> Finding | None:
     if (2 * second, middle[1]) > (len(pairs), middle[0]):
         names, middle, layers = names[::-1], middle[::-1], second
     return Finding(
-        f"The output hangs more on {names[0]}: {layers} of {count(len(pairs), 'layer')}",
-        f"If the {names[0]} of one layer change by 1% at random, the output moves by "
-        f"{number(middle[0], 2)}%; if the {names[1]} do, by {number(middle[1], 2)}% (medians of "
-        f"layers, {_first(data)}). The former is more in {layers} of {count(len(pairs), 'layer')}.",
+        f"The output depends more on {names[0]}: {layers} of {count(len(pairs), 'layer')}",
+        f"A random 1% change in the {names[0]} of one layer moves the output by "
+        f"{number(middle[0], 2)}%; in the {names[1]}, by {number(middle[1], 2)}% (medians over "
+        f"layers, {_first(data)}). The former is larger in {layers} of "
+        f"{count(len(pairs), 'layer')}.",
         "Gradients of the output, to first order in the change (T23).",
         "sensitivity",
     )
@@ -274,19 +277,19 @@ def _partition(data: ReportData) -> Finding | None:
         else f"The partition function is not constant, even at radius {min(rows):g}"
     )
     near = [r for r in rows if r <= 1] or [min(rows)]
-    # Farther out a few directions outweigh all others, and the figure says how many were drawn.
+    # Farther out, a few directions dominate, and the number reflects how many were drawn.
     far = [r for r in rows if 1 < r <= 4 and r > near[-1]]
     first, last = near[0], near[-1]
     span = f"radius {first:g}"
     values = deviation(rows[first])
     if last > first:
         span, values = f"radii {first:g} to {last:g}", f"{values} to {deviation(rows[last])}"
-    about = " with the embeddings taken about their mean" if centered else ""
-    sentence = f"Over random directions Z varies by {values} (relative sd) at {span}{about}"
+    about = " with the mean embedding removed" if centered else ""
+    sentence = f"Over random directions, Z varies by {values} (relative sd) at {span}{about}"
     if far:
         sentence += f", and by {deviation(rows[far[-1]])} at radius {far[-1]:g}"
     if centered and last in plain:
-        sentence += f"; with their mean left in, by {deviation(plain[last])} at radius {last:g}"
+        sentence += f"; with the mean left in, by {deviation(plain[last])} at radius {last:g}"
     return Finding(
         headline,
         sentence + ".",
@@ -297,7 +300,7 @@ def _partition(data: ReportData) -> Finding | None:
 
 
 def _deviations(data: ReportData, *, centered: bool) -> dict[float, float]:
-    """Radius to relative deviation of Z, for embeddings as they are or about their mean."""
+    """Radius to relative deviation of Z, for plain or centered embeddings."""
     radii, spread = column(data.partition, "radius"), column(data.partition, "relative_sd")
     kinds = column(data.partition, "centered") or [False] * len(radii)
     rows = zip(radii, spread, kinds, strict=True)
@@ -305,15 +308,15 @@ def _deviations(data: ReportData, *, centered: bool) -> dict[float, float]:
 
 
 def _short(data: ReportData) -> str:
-    """Few keys cannot be spread thinly: class IV begins at 32."""
+    """Class IV needs at least 32 keys."""
     if not has(data.tokens, "visible"):
         return ""
     most = int(data.tokens["visible"].max())
-    return f" No class IV is possible with fewer than 32 keys (here {most})." if most < 32 else ""
+    return f" Class IV needs at least 32 keys (here {most})." if most < 32 else ""
 
 
 def _points(data: ReportData) -> int:
-    """How many attention outputs the link was fitted to: at most 64 of the first text."""
+    """Number of attention outputs the link was fitted to: at most 64, from the first text."""
     return min(64, len(data.texts[0].tokens)) if data.texts else 0
 
 
@@ -324,29 +327,29 @@ def _link(data: ReportData) -> Finding | None:
         return None
     middle = median(linear)
     sentence = (
-        f"The best linear map explains a median of {number(middle)} (R², cross-validated) of the "
-        f"true link over {count(len(linear), 'head')} {_first(data)}"
+        f"The best linear map predicts the true link with a median cross-validated R² of "
+        f"{number(middle)} over {count(len(linear), 'head')} {_first(data)}"
     )
     if trained:
         beaten = sum(x > 0 for x in trained)
         sentence += (
-            f"; the trained map has median R² {number(median(trained))}, better than a constant "
+            f"; the trained map has a median R² of {number(median(trained))} and beats a constant "
             f"in {beaten} of {count(len(trained), 'head')}"
         )
     exists = _numbers(data, "heads", "link_exists")
     if exists:
-        sentence += f"; a link exists at {share(mean(exists))} of the means tried"
+        sentence += f"; a link exists for {share(mean(exists))} of the means tested"
     how = "close to linear" if middle > 0.9 else "partly linear" if middle > 0.5 else "not linear"
     headline = f"The link is {how}: R² {number(middle)}"
     points, size = _points(data), int(data.facts.get("head size") or 0)
     if points:
-        sentence += f"; fitted to {points} points in {size} dimensions, and more would fit better"
+        sentence += f". The fit used {points} points in {size} dimensions; more would fit better"
         if points < 2 * size:
-            headline = f"The link: too few tokens to judge it ({points})"
+            headline = f"Too few tokens to judge the link ({points})"
     return Finding(
         headline,
         sentence + ".",
-        "Natural parameters solved at attention outputs, against linear maps of them (T29).",
+        "Natural parameters solved at attention outputs, against linear maps of the outputs (T29).",
         "link",
     )
 

@@ -48,7 +48,7 @@ if (byId("token-text")) {
     }
     const rows = data.statistics.tokens.filter((s) => call.statistics[s.column])
       .map((s) => [s.label, format(call.statistics[s.column][row][index], s.kind)]);
-    if (call.statistics.visible) rows.push(["Keys in sight", format(call.statistics.visible[row][index])]);
+    if (call.statistics.visible) rows.push(["Visible keys", format(call.statistics.visible[row][index])]);
     detail.replaceChildren(
       html("h3", {}, `${queries[index].text} `, html("small", {}, `token ${index}`)),
       html("table", { class: "detail" }, ...rows.map(([n, v]) => html("tr", {}, html("td", {}, n), html("td", {}, v)))),
