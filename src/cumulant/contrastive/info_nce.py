@@ -62,42 +62,41 @@ def info_nce(
     Args:
         query: ``(*batch, M, d)``, the anchors.
         key: ``(*batch, N, d)``.
-        positives: key numbers ``(*batch, M)``; ``(*batch, M, K)`` for several per anchor, -1 where
-            there are fewer; or a boolean mask ``(*batch, M, N)``. Key i belongs to anchor i if left
-            out. Several positives count alike: the mean of their losses, as in SupCon.
-        labels: whole numbers; keys of an anchor's label are its positives (linear in memory, where
-            a mask is not). One tensor if anchors and keys are the same points (then exclude="self",
-            or each is its own positive), otherwise ``(labels of anchors, labels of keys)``. -1 is a
-            label like others, and keys of a queue have none.
+        positives: key indices ``(*batch, M)``; ``(*batch, M, K)`` for several per anchor, padded
+            with -1; or a boolean mask ``(*batch, M, N)``. Default: key i for anchor i. With several
+            positives, the loss is the mean over them, as in SupCon.
+        labels: integers; keys with an anchor's label are its positives (linear in memory, unlike a
+            mask). One tensor if anchors and keys are the same points (then pass exclude="self", or
+            each is its own positive), otherwise ``(labels of anchors, labels of keys)``. -1 is an
+            ordinary label; queue keys have none.
         temperature: t > 0, a number or a tensor with one entry (`Temperature` learns it).
-        similarity: "cosine" divides by the norms, "dot" takes the vectors as they are.
-        symmetric: the mean of this loss and that of the keys as anchors (CLIP), from the same
+        similarity: "cosine" normalizes the vectors, "dot" does not.
+        symmetric: average this loss with the one where keys are the anchors (CLIP), from the same
             scores. Needs as many keys as anchors.
-        log_weights: ``(*batch, N)``, added to all scores of a key, the positive's included: logQ
-            correction is ``-log_probability``. With a queue also ``(*batch, N + Q)``.
-        exclude: pairs that do not count, such as false negatives: "self" for (i, i), key numbers
-            ``(M,)`` or ``(*batch, M, K)`` with -1 for none, or a boolean mask ``(*batch, M, N)``,
-            True = left out. A positive cannot be left out.
+        log_weights: ``(*batch, N)``, added to all scores of a key, including the positive's: logQ
+            correction is ``-log_probability``. With a queue, also ``(*batch, N + Q)``.
+        exclude: pairs to ignore, such as false negatives: "self" for (i, i), key indices ``(M,)``
+            or ``(*batch, M, K)`` padded with -1, or a boolean mask ``(*batch, M, N)``, True =
+            excluded. A positive cannot be excluded.
         queue: ``(Q, d)``, more negatives for every anchor, such as ``KeyQueue.keys``; over a group,
             for the anchors of this rank.
-        in_batch: False compares an anchor with its own positive and the queue alone, as MoCo does.
+        in_batch: False compares an anchor only with its positive and the queue, as in MoCo.
         reduction: "mean" over anchors, "sum" or "none".
-        group: of ranks that train together, such as ``torch.distributed.group.WORLD`` or one
-            dimension of a `DeviceMesh`. Anchors and keys are each rank's own, and every anchor
-            meets the keys of all ranks: numbers of keys, in `positives` and `exclude`, count those
-            of rank 0 first, and key i of a rank belongs to its anchor i if they are left out;
-            `labels` and `log_weights` are those of this rank. The loss is that of all anchors, on
-            every rank ("none": of this rank's). Gradients in anchors and keys are those of a single
-            process; of a temperature, as of any weights, each rank has its part of the gradient,
-            which DDP adds up (docs/distributed.md).
+        group: ranks that train together, such as ``torch.distributed.group.WORLD`` or one dimension
+            of a `DeviceMesh`. Each rank passes its own anchors, keys, `labels` and `log_weights`,
+            and every anchor is scored against the keys of all ranks. Key indices in `positives` and
+            `exclude` are numbered across ranks, rank 0 first; by default, key i of a rank is the
+            positive of its anchor i. Every rank gets the loss over all anchors ("none": over its
+            own). Gradients in anchors and keys match a single process; for a temperature and any
+            other weights each rank has a part of the gradient, to be summed (docs/distributed.md).
 
     Returns:
         The loss; `contrast` returns statistics too. float16 and bfloat16 are computed in float32.
 
     Raises:
-        InputError: a temperature that is not positive, a zero vector under cosine, positives that
-            are missing, out of range or left out, an empty queue where it is all there is.
-        GroupError: another rank has died, or is in another call.
+        InputError: a temperature <= 0, a zero vector under cosine, positives that are missing, out
+            of range or excluded, or an empty queue with ``in_batch=False``.
+        GroupError: another rank died, or is in a different call.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(8, 16)
@@ -129,9 +128,9 @@ def contrast(
     reduction: Reduction = "mean",
     group: Any = None,
 ) -> Contrast:
-    """`info_nce` with the G, the entropy and the effective negatives of each anchor.
+    """`info_nce` together with each anchor's G, entropy and effective number of negatives.
 
-    It takes the arguments of `info_nce` and needs one more pass over the keys, or two.
+    Takes the arguments of `info_nce`, and one or two more passes over the keys.
 
     >>> import torch, cumulant as cm
     >>> x = torch.eye(4)  # each anchor has one positive and three negatives of one weight
@@ -188,10 +187,10 @@ def _loss(call: Call, group: ContrastiveGroup) -> _Loss:
 def nt_xent(
     first: Tensor, second: Tensor, temperature: float | Tensor = 0.5, *, group: Any = None
 ) -> Tensor:
-    """SimCLR's loss on two views of the same things: each of the 2n is an anchor for all others.
+    """SimCLR's loss on two views: each of the 2n rows is an anchor for all others.
 
     Args:
-        first, second: ``(n, d)``; row i of both shows the same thing.
+        first, second: ``(n, d)``; row i of both is a view of the same item.
         temperature, group: as in `info_nce`.
 
     >>> import torch, cumulant as cm
@@ -207,7 +206,7 @@ def nt_xent(
                 raise InputError(f"nt_xent: {name} must be a tensor of shape (n, d).")
         if first.shape != second.shape:
             raise InputError(
-                f"nt_xent: the views must have one shape, but have {tuple(first.shape)} and "
+                f"nt_xent: the views must have the same shape, but have {tuple(first.shape)} and "
                 f"{tuple(second.shape)}."
             )
         views = torch.cat([first, second])

@@ -1,4 +1,4 @@
-"""`examine`: texts through a model, everything measured, resumable where it takes long."""
+"""`examine`: run texts through a model and measure everything, resumably."""
 
 from __future__ import annotations
 
@@ -42,38 +42,37 @@ def examine(
     progress: ProgressCallback | None = None,
     group: Any = None,
 ) -> Examination:
-    """Run texts through a Hugging Face model and measure everything the theory names.
+    """Run texts through a Hugging Face model and measure everything.
 
-    Per token and head the columns of `observe`; per head the energy of its own update, what its
-    weights say, and the link conjecture (T14, T19, T29); per layer expansion, contraction, shape,
-    and sensitivity (T14, T15, T17, T23); the partition function of the embeddings (T31).
-    ``COLUMNS`` defines each. The link is solved, and the sensitivity taken, on the first text; up
-    to three texts are kept for the report.
+    Per token and head, it has the columns of `observe`; per head, the energy of its own update,
+    statistics of its weights, and the link conjecture (T14, T19, T29); per layer, expansion,
+    contraction, shape and sensitivity (T14, T15, T17, T23); and the partition function of the
+    embeddings (T31). ``COLUMNS`` defines them all. The link and the sensitivity use the first text;
+    up to three texts are kept for the report.
 
     Args:
-        model: as loaded by transformers; it is run as it is, so call ``eval()`` first.
+        model: as loaded by transformers; call ``eval()`` first to turn dropout off.
         tokenizer: the model's.
-        texts: one text or many, or a dictionary of names and texts; a generator is read as it
-            runs, so a corpus may be larger than memory.
-        name: of the model, for the report.
-        batch_size: texts in one forward call, at most.
-        windows: cut texts that are longer than the model's positions into pieces; otherwise their
-            beginning is examined, and a note says so.
-        folder: write there while running, so that memory stays bounded; after an interruption the
-            same call resumes, neither losing nor repeating a batch.
-        notes: what a reader should know of the model.
+        texts: one text, several, or a dictionary of names and texts; a generator is read lazily, so
+            a corpus may be larger than memory.
+        name: name of the model, for the report.
+        batch_size: maximum number of texts per forward call.
+        windows: split texts longer than the model's context into windows; otherwise they are
+            truncated, with a note.
+        folder: write results there while running, which bounds memory; the same call resumes after
+            an interruption, without losing or repeating a batch.
+        notes: notes on the model for the reader of the report.
         progress: called after each batch with the number of finished texts.
-        group: of processes that share the texts: a torch.distributed process group, or one
-            dimension of a device mesh. All of its ranks must make this call, with the same
-            arguments and a folder that all of them see; rank r of k runs texts r, r + k, ...
-            (``progress`` counts these), rank 0 merges, and every rank returns the whole. None, the
-            default, is this process alone.
+        group: processes that share the texts: a torch.distributed process group, or one dimension
+            of a device mesh. All its ranks must make this call, with the same arguments and a
+            shared folder; rank r of k runs texts r, r + k, ... (``progress`` counts these), rank 0
+            merges, and every rank returns the whole examination. Default: this process alone.
 
     Raises:
-        InputError: no text, an empty one, a tokenizer of another model, or a folder whose
-            unfinished work is damaged, is of other texts, settings or another number of processes,
-            or is being written by another run.
-        GroupError: another rank has failed or died; says why.
+        InputError: no text, an empty text, a tokenizer of another model, or a folder whose
+            unfinished work is damaged, has other texts, settings or another number of processes, or
+            is in use by another run.
+        GroupError: another rank failed or died; the message says why.
 
     >>> import cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
@@ -86,7 +85,9 @@ def examine(
         if batch_size < 1:
             raise InputError(f"examine: batch_size must be at least 1, not {batch_size}.")
         if group is not None and folder is None:
-            raise InputError("examine: a group needs a folder that all ranks see: give folder=.")
+            raise InputError(
+                "examine: a group needs a folder that all ranks can see: pass folder=."
+            )
         label = name or str(getattr(getattr(model, "config", None), "name_or_path", ""))
         label = label or type(model).__name__
         target = None if folder is None else make_folder(folder)

@@ -43,29 +43,28 @@ def observe(
 
     See docs/theory.md, T7, T12, T21.
 
-    Hugging Face models (through the attention interface), ``nn.MultiheadAttention``,
-    ``nn.TransformerEncoder`` and whatever calls ``F.scaled_dot_product_attention`` are seen. The
-    model's own implementation computes its output, so nothing changes: not its values, not its
-    gradients, not its dropout. Statistics are taken beside it in memory linear in the length. One
-    exception: torch's inference shortcut for its own encoder layers is switched off meanwhile; that
-    changes roundings, and leaves padded positions as they are instead of zero. Compiled models run
-    uncompiled meanwhile, with a warning.
+    It sees Hugging Face models (through the attention interface), ``nn.MultiheadAttention``,
+    ``nn.TransformerEncoder`` and any code that calls ``F.scaled_dot_product_attention``. The
+    model's own implementation computes the output, so values, gradients and dropout do not change.
+    The statistics take memory linear in the length. One exception: torch's inference fast path for
+    its own encoder layers is turned off, which changes rounding and leaves padded positions as they
+    are instead of zero. Compiled models run uncompiled, with a warning.
 
-    The model may run in any thread; of the asyncio tasks of one thread only those are seen in whose
-    context `observe` was entered. Lenses and `sdpa_replaced` may be entered and left in any order.
+    The model may run in any thread. Of the asyncio tasks of one thread, it sees only those whose
+    context entered `observe`. Lenses and `sdpa_replaced` can be entered and left in any order.
 
     Args:
         model: any ``nn.Module``.
-        k90: also k90, class and top key; they sort the weights of each row.
-        spectrum: also the leading eigenvalue of Cov[k], the dearest of the statistics.
-        energy: also the Hopfield energy of each head's own update (T19): another pass.
-        layers: also expansion, contraction and shape of the hidden states (T14, T15, T17).
+        k90: include k90, class and top key, which need sorted rows of weights.
+        spectrum: include the leading eigenvalue of Cov[k], the most expensive statistic.
+        energy: include the Hopfield energy of each head's own update (T19), in a second pass.
+        layers: include expansion, contraction and shape of the hidden states (T14, T15, T17).
 
     Yields:
         Lens: ``table()`` has a row per (input, layer, head, token).
 
     Raises:
-        InputError: the model ran, but none of its attention was seen.
+        InputError: the model ran, but the lens saw none of its attention.
 
     >>> import torch, cumulant as cm
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -86,23 +85,23 @@ def observe(
 
 
 def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Scope[Recorder]:
-    """`observe` for a recorder; what `examine` uses too. The seed is that of samples of layers."""
+    """`observe` for a recorder, also used by `examine`; the seed is for sampling layers."""
     return Scope(lambda: _begin(model, wanted, seed))
 
 
 def _begin(model: nn.Module, wanted: Wanted, seed: int) -> Begun[Recorder]:
     if any(isinstance(x, torch.jit.ScriptModule) for x in model.modules()):
         raise InputError(
-            "observe cannot look inside scripted modules, which take no hooks: pass the model that "
-            "was given to torch.jit."
+            "observe cannot look inside scripted modules, which take no hooks: pass the original "
+            "model, before torch.jit."
         )
     probe = LayerProbe(model, seed=seed) if wanted.layers else None
     recorder = Recorder(model, wanted, probe)
     effects: list[Effect] = [] if probe is None else probe.effects()
     if any(map(_is_compiled, model.modules())):
         warnings.warn(
-            "the model is compiled; while it is observed it runs uncompiled, because compiled "
-            "code does not show its attention.",
+            "the model is compiled; it runs uncompiled while observed, because compiled code does "
+            "not expose its attention.",
             stacklevel=4,
         )
         dynamo = import_module("torch._dynamo.eval_frame")

@@ -37,29 +37,29 @@ __all__ = ["Memory", "Retrieval"]
 
 
 class Memory:
-    """Stored patterns, found again from a part of them: the modern Hopfield network (T19).
+    """A modern Hopfield network: recovers stored patterns from noisy or partial copies (T19).
 
     With G(eta) = log sum_i exp<x_i, eta> over the patterns x_i, the energy ::
 
         E(xi) = -G(beta xi) / beta + |xi|^2 / 2 + log(N) / beta + M^2 / 2,   M = max |x_i|,
 
-    is never negative, and the update xi <- softmax(beta X xi)' X, attention without skip
-    connection, never raises it. All of it streams over the patterns: memory is linear in Q + N.
+    is never negative, and the update xi <- softmax(beta X xi)' X, attention without a skip
+    connection, never raises it. Everything streams over the patterns: memory is linear in Q + N.
 
     Args:
-        patterns: ``(*sets, N, d)``, not copied; there is no 1/sqrt(d). Images go in flat:
-            ``x.flatten(1)``. States are converted to their dtype. Or
-            `cumulant.distributed.ShardedKeys`, whose patterns and values live on the ranks of a
-            group: answers are for the patterns of all, and numbers of patterns count those of rank
-            0 first.
-        beta: inverse temperature, a number >= 0, or a tensor that broadcasts to ``sets`` (one
-            for each head or set of patterns). Large is precise, small blends patterns. At 0 all
-            weights are equal: an update goes to the mean pattern, and the energy is its limit
+        patterns: ``(*sets, N, d)``, not copied. Flatten images first: ``x.flatten(1)``. States are
+            converted to the patterns' dtype. Or `cumulant.distributed.ShardedKeys`, whose patterns
+            and values are sharded over the ranks of a group: results cover all patterns, which are
+            numbered across ranks, rank 0 first.
+        beta: inverse temperature, a number >= 0, or a tensor that broadcasts to ``sets`` (one per
+            head or set of patterns), without a factor 1/sqrt(d). Large values return single
+            patterns, small ones blend them. At 0 all weights are equal: an update returns the mean
+            pattern, and the energy is its limit
             ``|xi|^2 / 2 - <mean pattern, xi> + M^2 / 2``.
         values: ``(*sets, N, e)``, stored with the patterns and read by ``retrieve(...).value``.
 
     Raises:
-        InputError: no patterns, numbers that are not finite, beta < 0, shapes that do not fit.
+        InputError: no patterns, non-finite numbers, beta < 0, or shapes that do not match.
 
     >>> import torch, cumulant as cm
     >>> patterns = torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]])
@@ -80,7 +80,7 @@ class Memory:
         if isinstance(patterns, ShardedKeys):
             self._shard = patterns
             if len(patterns) == 0:
-                raise InputError("Memory: there must be a pattern on some rank.")
+                raise InputError("Memory: at least one rank must have a pattern.")
             given = values
             patterns, values = patterns.keys, patterns.values
         else:
@@ -89,7 +89,7 @@ class Memory:
 
         def check() -> tuple[dict[str, Tensor], float | Tensor]:
             if given is not None:
-                raise InputError("Memory: sharded patterns have their values: ShardedKeys(x, v).")
+                raise InputError("Memory: pass values with sharded patterns: ShardedKeys(x, v).")
             got = checked("Memory", patterns=patterns, values=values, empty=not ranks.alone)
             return got, inverse_temperature("Memory", beta, got["patterns"])
 
@@ -99,12 +99,12 @@ class Memory:
         self._value_kind = given_kind(patterns if values is None else values, self.patterns)
 
     def __len__(self) -> int:
-        """How many patterns each set holds, on all ranks together."""
+        """Number of patterns in each set, over all ranks."""
         return self._store.count()
 
     @property
     def _store(self) -> Store:
-        """What answers for all patterns."""
+        """Computes over all patterns, on this rank or all."""
         if self._shard is None or self._shard.ranks.alone:
             return Local(self.patterns)
         return Sharded(self._shard, self.patterns)
@@ -134,15 +134,15 @@ class Memory:
 
         Args:
             state: ``(*batch, Q, d)``.
-            steps: how many updates, 1 if left out; with `tol` the most there may be (1000).
-            tol: a query is at rest once an update moves it by at most this, in Euclidean norm. It
-                then stays as it is, whatever the others do.
-            step_size: in (0, 1]; t moves to (1 - t) xi + t softmax(beta X xi)' X.
+            steps: number of updates (default 1); with `tol`, the maximum (default 1000).
+            tol: a query stops once an update moves it by at most this, in Euclidean norm,
+                independently of the others.
+            step_size: t in (0, 1]; an update moves to (1 - t) xi + t softmax(beta X xi)' X.
 
         Returns:
             Retrieval: differentiable in states, patterns, values and beta. Without `tol`,
-            ``converged`` asks for a change of at most sqrt(eps) M in the last update, which one
-            update from afar hardly ever meets.
+            ``converged`` means that the last update changed the state by at most sqrt(eps) M, which
+            is rare after a single update.
 
         >>> import torch, cumulant as cm
         >>> memory = cm.Memory(torch.randn(100, 32), beta=1.0)
@@ -183,8 +183,8 @@ class Memory:
     def separation(self) -> Tensor:
         """How far each pattern stands out: min over j != i of <x_i, x_i - x_j>, ``(*sets, N)``.
 
-        Infinite for a pattern that is alone. Differentiable almost everywhere; over ranks, where it
-        is that of this rank's patterns, without derivative.
+        Infinite for a single pattern. Differentiable almost everywhere; over ranks, it covers this
+        rank's patterns and has no derivative.
         """
         store = self._store
         store.checked("Memory.separation", lambda: None)
@@ -196,17 +196,17 @@ class Memory:
     def error_bound(
         self, state: Tensor, index: Tensor | None = None, *, fixed_point: Tensor | None = None
     ) -> Tensor:
-        """How far one update of `state` can end from a stored pattern x_i at most, ``(*batch, Q)``.
+        """Upper bound on the distance to pattern x_i after one update of `state`, ``(*batch, Q)``.
 
         ``|f(xi) - x_i| <= 2 (N - 1) M exp(-beta (D_i - 2 M r))``, ``r = |xi - x_i|``, D_i the
-        separation (T21, after Theorem 5 of Ramsauer et al., 2021). It always holds; where patterns
-        crowd, it says little.
+        separation (T21, after Theorem 5 of Ramsauer et al., 2021). It always holds, but is loose
+        for crowded patterns.
 
         Args:
             state: ``(*batch, Q, d)``.
-            index: ``(*batch, Q)``, which pattern; the one of the largest weight if left out.
+            index: ``(*batch, Q)``, the pattern; default: the one with the largest weight.
             fixed_point: ``(*batch, Q, d)``; r becomes ``max(r, |fixed_point - x_i|)``, as in the
-                paper, whose bound is for the distance to a fixed point too.
+                paper, whose bound also covers the distance to a fixed point.
         """
         store = self._store
 
