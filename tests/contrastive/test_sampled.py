@@ -204,7 +204,7 @@ sampler = AliasSampler(torch.ones(5))
         ((q, table[:, :1], target, sampler, 3), "shape"),
         ((q, table, torch.tensor([0, 1, 5]), sampler, 3), "between 0 and 4"),
         ((q, table, target[:2], sampler, 3), "one for each query"),
-        ((q, table, target.float(), sampler, 3), "whole numbers"),
+        ((q, table, target.float(), sampler, 3), "integers"),
         ((q, table, target, AliasSampler(torch.ones(4)), 3), "over the 5 classes"),
         ((q, table, target, torch.ones(5), 3), "AliasSampler"),
         ((q, table, target, sampler, 0), "samples"),

@@ -549,7 +549,7 @@ def test_lists_and_arrays_are_clouds():
         (lambda x: D.gaussian_map(torch.zeros(2), torch.eye(2), 1, step_size="x"), "step_size"),
         (lambda x: D.gaussian_flow(torch.zeros(0), torch.zeros(0, 0), [0.0]), "d at least 1"),
         (lambda x: D.stationary(torch.eye(3)), "several stationary laws"),
-        (lambda x: D.block_gibbs(1e30 * x, 3, beta=1e30), "out of range"),
+        (lambda x: D.block_gibbs(1e30 * x, 3, beta=1e30), "overflowed"),
         (lambda x: D.step(x, contraction=lambda y: [y]), "must return a tensor"),
         (lambda x: D.simulate(x, True), "an integer"),
     ],

@@ -216,8 +216,8 @@ class TestChanges:
             (lambda m: m.remove([4]), "between 0 and 3"),
             (lambda m: m.remove([-1]), "between 0 and 3"),
             (lambda m: m.remove([0, 0]), "twice"),
-            (lambda m: m.remove([0.5]), "whole numbers"),
-            (lambda m: m.remove("first"), "whole numbers"),
+            (lambda m: m.remove([0.5]), "integers"),
+            (lambda m: m.remove("first"), "integers"),
             (lambda m: m.replace([0], torch.zeros(2, 3)), "names 1 patterns, but 2"),
             (lambda m: m.add(torch.zeros(2, 4)), "like the stored"),
             (lambda m: m.add(torch.full((1, 3), math.nan)), "NaN"),
@@ -262,7 +262,7 @@ class TestFiles:
         with pytest.raises(cm.InputError, match="no file"):
             cm.Memory.load(tmp_path / "nothing")
         (tmp_path / "text").write_text("hello")
-        with pytest.raises(cm.InputError, match="no safetensors file"):
+        with pytest.raises(cm.InputError, match="not a safetensors file"):
             cm.Memory.load(tmp_path / "text")
         from safetensors.torch import save_file
 
@@ -313,7 +313,7 @@ good = torch.randn(4, 3)
         (lambda: cm.Memory(good).retrieve(good, step_size=0.0), "step_size"),
         (lambda: cm.Memory(good).retrieve(good * math.nan), "NaN"),
         (lambda: cm.Memory(good).error_bound(good, torch.tensor([0, 1, 2, 4])), "between 0 and 3"),
-        (lambda: cm.Memory(good).error_bound(good, torch.tensor([0.5])), "whole numbers"),
+        (lambda: cm.Memory(good).error_bound(good, torch.tensor([0.5])), "integers"),
         (lambda: cm.Memory(good.expand(2, 4, 3)).energy(good.expand(3, 4, 3)), "broadcast"),
     ],
 )

@@ -85,7 +85,7 @@ class Call:
         if self.symmetric and (self.log_weights is not None or queued):
             raise InputError(
                 "info_nce: with symmetric, keys are anchors too, so log_weights, queue and "
-                "in_batch=False have no meaning; call it twice, once for each side."
+                "in_batch=False do not apply; call it twice, once per side."
             )
         q, k, extra, kind = vectors(
             self.query, self.key, self.queue, self.similarity, self.temperature, empty=group.shared
@@ -125,7 +125,7 @@ class Call:
         if group.shared and self.symmetric and not isinstance(given, Aligned):
             raise InputError(
                 "info_nce: symmetric over a group needs key i of a rank to belong to its anchor i; "
-                "leave positives and labels out."
+                "drop positives and labels."
             )
         if self.symmetric:
             _as_many(q, k, own.stop - own.start)
@@ -159,7 +159,7 @@ def _check_queue(call: Scores, queue: Tensor | None) -> None:
     """What comparing with the queue alone needs."""
     if queue is None or queue.shape[-2] == 0:
         raise InputError(
-            "info_nce: in_batch=False compares with the queue alone, but the queue is "
+            "info_nce: in_batch=False compares only with the queue, but the queue is "
             + ("missing." if queue is None else "empty; push some keys first.")
         )
     one = call.positives
@@ -167,5 +167,5 @@ def _check_queue(call: Scores, queue: Tensor | None) -> None:
         raise InputError("info_nce: in_batch=False takes one positive for each anchor.")
     if call.tags is not None or call.mask is not None:
         raise InputError(
-            "info_nce: exclude is about keys of the batch; with in_batch=False leave it."
+            "info_nce: exclude applies to keys of the batch; drop it with in_batch=False."
         )

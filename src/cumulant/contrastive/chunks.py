@@ -60,7 +60,7 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
             str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in tensors
         )
         raise InputError(
-            f"encode_in_chunks: inputs must be tensors with one number of rows. Got "
+            f"encode_in_chunks: inputs must be tensors with the same number of rows. Got "
             f"{told or 'nothing'}."
         )
     checkpoint: Any = import_module("torch.utils.checkpoint").checkpoint

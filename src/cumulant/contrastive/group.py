@@ -51,7 +51,7 @@ class ContrastiveGroup:
         found = self.ranks.agree(what, check, differ=("anchors", "keys"))
         self.rows, self.anchors = tuple(found["keys"]), sum(found["anchors"])
         if not self.anchors or not sum(self.rows):
-            raise InputError("info_nce: there must be anchors and keys on some rank.")
+            raise InputError("info_nce: at least one rank must have anchors and keys.")
         return made[0]
 
     @property

@@ -245,18 +245,18 @@ def positives_of(
     first, mine = own.start, own.stop - own.start
     if not_self and mine < m:
         raise InputError(
-            f'{owner}: exclude="self" keeps anchor i from key i, but there are {m} anchors and '
-            f"{mine} keys; exclude takes key numbers too."
+            f'{owner}: exclude="self" excludes key i for anchor i, but there are {m} anchors and '
+            f"{mine} keys; pass key indices to exclude instead."
         )
     if given is not None and labels is not None:
-        raise InputError(f"{owner}: positives and labels exclude each other; pass one of them.")
+        raise InputError(f"{owner}: pass either positives or labels, not both.")
     if labels is not None:
         return _by_label(owner, labels, query, key, not_self=not_self, first=first)
     if given is None:
         if mine < m:
             raise InputError(
-                f"{owner}: without positives, key i belongs to anchor i, but there are {m} anchors "
-                f"and {mine} keys. Say which key belongs to which anchor with positives=."
+                f"{owner}: by default, key i is the positive of anchor i, but there are {m} "
+                f"anchors and {mine} keys. Pass positives= to assign keys to anchors."
             )
         return Aligned(m, n, first)
     pairs = _tensor(owner, "positives", given).to(query.device)
@@ -269,7 +269,7 @@ def positives_of(
         return Masked(mask)
     if pairs.is_floating_point() or pairs.is_complex():
         raise InputError(
-            f"{owner}: positives must be whole numbers (of keys) or a boolean mask, not "
+            f"{owner}: positives must be integers (key indices) or a boolean mask, not "
             f"{pairs.dtype}."
         )
     index = pairs.long()
@@ -278,7 +278,7 @@ def positives_of(
     if index.ndim < 2 or index.shape[-2] != m:
         raise InputError(
             f"{owner}: positives must have one entry for each of the {m} anchors, "
-            f"{(*batch, m)} or, for several, {(*batch, m, 'K')} with -1 where there are fewer, but "
+            f"{(*batch, m)} or, for several, {(*batch, m, 'K')} padded with -1, but "
             f"have shape {tuple(pairs.shape)}."
         )
     _fits(owner, "positives", index, (*batch, m, index.shape[-1]))
@@ -312,11 +312,11 @@ def label_rows(owner: str, labels: Any, query: Tensor, key: Tensor) -> list[Tens
     for x, points, name in zip(both, (query, key), ("anchor", "key"), strict=True):
         row = _tensor(owner, "labels", x).to(query.device)
         if row.ndim < 1 or row.is_floating_point() or row.is_complex():
-            raise InputError(f"{owner}: labels must be whole numbers, one for each {name}.")
+            raise InputError(f"{owner}: labels must be integers, one for each {name}.")
         if row.shape[-1] != points.shape[-2]:
             raise InputError(
                 f"{owner}: there are {points.shape[-2]} {name}s, but {row.shape[-1]} labels for "
-                "them. Different sets take labels=(labels of anchors, labels of keys)."
+                "them. For different sets, pass labels=(labels of anchors, labels of keys)."
             )
         _fits(owner, "labels", row, points.shape[:-1])
         rows.append(row.long()[(None,) * (points.ndim - 1 - row.ndim)])

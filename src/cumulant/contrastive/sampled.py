@@ -263,7 +263,7 @@ def _call(
     if q.ndim != 2 or v.ndim != 2 or q.shape[1] != v.shape[1] or 0 in (*q.shape, *v.shape):
         raise InputError(
             f"{owner}: query must have shape (M, d) and table (n, d), but have {tuple(q.shape)} "
-            f"and {tuple(v.shape)}. Sequences go in flat: x.flatten(0, -2)."
+            f"and {tuple(v.shape)}. Flatten sequences first: x.flatten(0, -2)."
         )
     if not isinstance(sampler, AliasSampler) or len(sampler) != len(v):
         size = len(sampler) if isinstance(sampler, AliasSampler) else type(sampler).__name__
@@ -273,10 +273,10 @@ def _call(
     try:
         y = torch.as_tensor(target, device=q.device)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{owner}: target must be whole numbers, not {target!r:.40}.") from None
+        raise InputError(f"{owner}: target must be integers, not {target!r:.40}.") from None
     if y.is_complex() or y.is_floating_point() or y.dtype == torch.bool or y.shape != (len(q),):
         raise InputError(
-            f"{owner}: target must be {len(q)} whole numbers, one for each query, but is {y.dtype} "
+            f"{owner}: target must be {len(q)} integers, one for each query, but is {y.dtype} "
             f"of shape {tuple(y.shape)}."
         )
     require(

@@ -82,9 +82,9 @@ def cost(
     if step not in ("forward", "training step"):
         raise InputError(f"cost: step must be 'forward' or 'training step', not {step!r}.")
     if not 0 <= rank < ranks or min(features, size, batch) < 1:
-        raise InputError("cost: there must be a rank below ranks, and sizes must be positive.")
+        raise InputError("cost: rank must be below ranks, and sizes must be positive.")
     if way == "replicated" and not isinstance(queries, int):
-        raise InputError("cost: replicated queries are the same on all ranks: give one number.")
+        raise InputError("cost: replicated queries are the same on all ranks: pass one number.")
     m, n = _parts("queries", queries, ranks), _parts("keys", keys, ranks)
     d, e = features, features if width is None else width
     held = d if width is None else d + e  # numbers stored for a key

@@ -64,7 +64,7 @@ def shape_of(what: str, x: Any) -> dict[str, Fact]:
     """What must be equal where a tensor is summed over ranks entry by entry."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{what}: takes a real floating-point tensor, not {kind}.")
+        raise InputError(f"{what}: expected a real floating-point tensor, not {kind}.")
     _plain(f"{what}: the tensor", x)
     return {
         "dtype": _kind(x),
@@ -90,6 +90,6 @@ def _kind(x: Tensor) -> str:
 
 def _plain(name: str, x: Tensor) -> None:
     if hasattr(x, "to_local"):
-        raise InputError(f"{name} is a DTensor: give this rank's own part, such as x.to_local().")
+        raise InputError(f"{name} is a DTensor: pass this rank's part, such as x.to_local().")
     if x.layout != torch.strided or x.is_meta:
         raise InputError(f"{name} must be dense and hold numbers, not {x.layout} on {x.device}.")

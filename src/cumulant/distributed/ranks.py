@@ -131,7 +131,7 @@ class Ranks:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             if group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise InputError(
-                    "this process is not in the group that was given; only its members may call."
+                    "this process is not in the given group; only its members may call this."
                 )
             raise InputError(
                 "group must be a torch.distributed process group, one dimension of a DeviceMesh, "
@@ -154,7 +154,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InputError(
-                "this process is not in the group that was given; only its members may call."
+                "this process is not in the given group; only its members may call this."
             )
 
     @classmethod

@@ -115,14 +115,15 @@ def _check(keys: Any, values: Any, queries: Any, route: Any) -> None:
             f"and {values.shape[-2]}."
         )
     if values is not None and (values.dtype, values.device) != (keys.dtype, keys.device):
-        raise InputError("ShardedKeys: keys and values must have one dtype and one device.")
+        raise InputError("ShardedKeys: keys and values must have the same dtype and device.")
     if queries not in ("replicated", "sharded"):
         raise InputError(f"ShardedKeys: queries must be replicated or sharded, not {queries!r}.")
     if route not in (None, "gather", "ring"):
         raise InputError(f"ShardedKeys: route must be gather, ring or None, not {route!r}.")
     if route is not None and queries == "replicated":
         raise InputError(
-            "ShardedKeys: route is about sharded queries; replicated ones are everywhere already."
+            "ShardedKeys: route applies to sharded queries only; replicated ones are already on "
+            "every rank."
         )
 
 

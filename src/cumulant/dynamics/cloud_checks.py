@@ -25,7 +25,7 @@ def cloud(owner: str, x: Any, name: str = "x") -> Tensor:
     if got.ndim < 2 or 0 in got.shape[-2:]:
         raise InputError(
             f"{owner}: {name} must have shape (*batch, N, d), N and d at least 1, but has "
-            f"{tuple(got.shape)}. Numbers go in as x[:, None], a single point as x[None]."
+            f"{tuple(got.shape)}. Pass scalars as x[:, None], a single point as x[None]."
         )
     return got
 

@@ -81,7 +81,7 @@ def expansion(
     n = x.shape[-2]
     whole("expansion", "pairs", pairs, 1)
     if n < 2:
-        raise InputError("expansion: it takes two points to have a distance, but N is 1.")
+        raise InputError("expansion: expected at least two points, but N is 1.")
     if n * (n - 1) // 2 <= pairs:
         i, j = torch.triu_indices(n, n, 1)
     else:

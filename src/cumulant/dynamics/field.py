@@ -186,7 +186,7 @@ def _points(owner: str, x: Tensor) -> Tensor:
     if points.ndim < 2 or 0 in points.shape[-2:]:
         raise InputError(
             f"{owner}: points must have shape (*batch, N, d) with N and d at least 1, but have "
-            f"{tuple(points.shape)}. A single point goes in as x[None]."
+            f"{tuple(points.shape)}. Pass a single point as x[None]."
         )
     return points
 

@@ -272,9 +272,7 @@ def block_gibbs(
     for _ in range(steps):
         weights = (beta * path[-1] @ x.mT).softmax(-1)
         if not bool(weights.isfinite().all()):
-            raise InputError(
-                "block_gibbs: scores went out of range; scale patterns, start or beta down."
-            )
+            raise InputError("block_gibbs: scores overflowed; scale down patterns, start or beta.")
         i = torch.multinomial(weights, 1, generator=generator)[:, 0]
         noise = torch.randn(s.shape, dtype=s.dtype, device=s.device, generator=generator)
         path.append(x[i] + noise / math.sqrt(beta))

@@ -286,6 +286,6 @@ def _on_the_image(call: Call) -> Tensor:
     if once.numel() and float((twice - once).abs().max()) > 1e-3 * (1e-3 + float(once.abs().max())):
         raise InputError(
             f"flow: the contraction {call.contraction} applied twice is not the same as once, so "
-            "small steps have no limit. Leave out gain and bias, or use simulate."
+            "small steps have no limit. Drop gain and bias, or use simulate."
         )
     return once

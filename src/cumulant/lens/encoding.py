@@ -98,7 +98,9 @@ def encode(
             total = len(before) + len(content) + len(after)
             room = len(content) if limit is None else limit - len(before) - len(after)
             if room < 1:
-                raise InputError(f"a limit of {limit} leaves no room beside the special tokens.")
+                raise InputError(
+                    f"a limit of {limit} leaves no room for text next to the special tokens."
+                )
             starts = range(0, len(content), room)
             if len(starts) > 1:
                 what = f"{name} has {total} tokens, the model takes {limit}: "
@@ -115,7 +117,7 @@ def encode(
                 out.tokens.append(_display(tokenizer, ids))
                 out.texts.append(k)
     if not out.ids:
-        raise InputError("there are no texts; give at least one.")
+        raise InputError("there are no texts; pass at least one.")
     return out._replace(overlong=tuple(overlong_texts))
 
 
@@ -150,14 +152,14 @@ def _split(tokenizer: Any, text: Any, name: str) -> tuple[list[int], list[int], 
     if not isinstance(text, str):
         raise InputError(f"{name} must be a string, not {type(text).__name__}.")
     if not text.strip():
-        raise InputError(f"{name} is empty; give it at least one word, or leave it out.")
+        raise InputError(f"{name} is empty; it needs at least one word.")
     try:
         full = list(tokenizer(text)["input_ids"])
         content = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except (TypeError, ValueError, UnicodeError) as error:
         raise InputError(f"{name} cannot be encoded: {reason_of(error)}.") from None
     if not content:
-        raise InputError(f"{name} has no characters that the tokenizer knows; leave it out.")
+        raise InputError(f"{name} has no characters that the tokenizer knows; remove it.")
     extra = len(full) - len(content)
     start = next((k for k in range(extra + 1) if full[k : k + len(content)] == content), None)
     if start is None:  # special tokens amid the text: pieces are cut as it stands

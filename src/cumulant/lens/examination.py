@@ -103,7 +103,7 @@ class Examination:
                 self.write_rest(own, parts=1)
                 move_in(own, target, outdated(target, [x.name for x in own.iterdir()]))
         except OSError as error:
-            raise InputError(f"cannot write into {target}: {error.strerror or error}.") from None
+            raise InputError(f"cannot write to {target}: {error.strerror or error}.") from None
         finally:
             if own is not None:
                 shutil.rmtree(own, ignore_errors=True)
@@ -151,7 +151,8 @@ class Examination:
         wrong = _wrong(about)
         if wrong:
             raise InputError(
-                f"{path / ABOUT} is not that of an examination, or damaged: {wrong}; examine again."
+                f"{path / ABOUT} does not belong to an examination, or is damaged: {wrong}; "
+                "examine again."
             )
         tables = {n: read_table(path / f"{n}.parquet") for n in _SMALL if n in about}
         return cls(

@@ -65,11 +65,11 @@ def read_table(path: Path, parts: int | None = None) -> DataFrame:
 
 def _read(path: Path) -> DataFrame:
     if not path.is_file():
-        raise InputError(f"{path} is missing: the examination there is damaged, make it again.")
+        raise InputError(f"{path} is missing: the examination is damaged; run it again.")
     try:
         return parquet().read_table(path, **_CHECKED).to_pandas()
     except (OSError, ValueError, KeyError, TypeError):  # Arrow's own errors are among these
-        raise InputError(f"{path} is damaged: make the examination again.") from None
+        raise InputError(f"{path} is damaged: run the examination again.") from None
 
 
 def read_rows(path: Path, count: int) -> Iterator[DataFrame]:

@@ -196,7 +196,7 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
     if source.file:
         if find_spec("gguf") is None:
             raise InputError(
-                "gguf, which reads such files, is missing: pip install 'cumulant[gguf]'."
+                "the package gguf, which reads .gguf, is missing: pip install 'cumulant[gguf]'."
             )
         safe["gguf_file"] = source.file
     try:
@@ -307,7 +307,7 @@ def _tokenizer(source: _Source, options: dict[str, Any]) -> Any:
     # Without a vocabulary, transformers makes a tokenizer of special tokens (T5: and "▁").
     if len(ordinary) < 2:
         raise InputError(
-            f"{source.name} has no usable tokenizer ({reason}); save one beside the weights: "
+            f"{source.name} has no usable tokenizer ({reason}); save one next to the weights: "
             "tokenizer.save_pretrained(folder)."
         )
     return tokenizer

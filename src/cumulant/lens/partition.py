@@ -79,7 +79,7 @@ def partition(
     squares = vectors.square().sum(1)
     spread = math.sqrt(float(squares.double().mean()) / vectors.shape[1])
     if not spread > 0:
-        raise InputError("partition: all embeddings are alike, so their scores have no spread.")
+        raise InputError("partition: all embeddings are equal, so their scores do not vary.")
     correlations = _frequencies(vectors, center, squares, counts)
     generator = torch.Generator().manual_seed(seed)
     unit = torch.randn(directions, vectors.shape[1], dtype=torch.float64, generator=generator)

@@ -58,7 +58,7 @@ def read(
     'When on board H.M.S.'
     """
     if text is not None and not text.strip():
-        raise InputError("the text is empty; give at least one word.")
+        raise InputError("the text is empty; it needs at least one word.")
     several = [files] if isinstance(files, str | os.PathLike) else list(files)
     paths = [found for each in several for found in _expanded(Path(each).expanduser())]
     given: list[Iterable[Text]] = []
@@ -141,7 +141,7 @@ def _decoded(raw: bytes, where: str) -> str:
     if offset is not None:
         raise InputError(
             f"{where} is not a text in UTF-8: byte 0x{raw[offset]:02x} at offset {offset}; "
-            "save it as UTF-8, or leave it out."
+            "save it as UTF-8 or remove it."
         )
     return content.removeprefix("\ufeff")
 

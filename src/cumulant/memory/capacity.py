@@ -66,7 +66,7 @@ def capacity(
         pass
     if not 0 < c < math.inf:
         raise InputError(
-            "capacity: the theorem's constants leave the range of numbers at dimension "
+            "capacity: the theorem's constants overflow at dimension "
             f"{str(d)[:20]}, beta {beta:g}, radius {K:g}, failure {p:g}."
         )
     applies = math.log(c) >= 4 / (d - 1) * math.log(2 / math.sqrt(p))

@@ -49,7 +49,7 @@ def read(path: str | os.PathLike[str], device: str | torch.device) -> dict[str, 
             told: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (package.SafetensorError, OSError) as error:
-        raise InputError(f"load: {source} is no safetensors file ({error}).") from None
+        raise InputError(f"load: {source} is not a safetensors file ({error}).") from None
     if told.get("format") != _FORMAT["format"] or not {"patterns", "beta"} <= tensors.keys():
         raise InputError(f"load: {source} was not written by Memory.save.")
     return tensors

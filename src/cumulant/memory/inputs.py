@@ -87,7 +87,7 @@ def checked(
     if x.ndim < 2 or (0 in x.shape and not (empty and 0 not in (*x.shape[:-2], x.shape[-1]))):
         raise InputError(
             f"{owner}: patterns must have shape (*sets, N, d), N and d at least 1, but have "
-            f"{tuple(x.shape)}. A single pattern goes in as x[None]."
+            f"{tuple(x.shape)}. Pass a single pattern as x[None]."
         )
     if values is not None:
         v = finite(owner, "values", got["values"])
@@ -152,10 +152,10 @@ def _numbers(owner: str, index: Any, count: int, device: torch.device) -> Tensor
     try:
         at = torch.as_tensor(index, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{owner}: index must be whole numbers, not {index!r:.40}.") from None
+        raise InputError(f"{owner}: index must be integers, not {index!r:.40}.") from None
     at = at if at.numel() else at.long()
     if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
-        raise InputError(f"{owner}: index must be whole numbers, not {at.dtype}.")
+        raise InputError(f"{owner}: index must be integers, not {at.dtype}.")
     require(
         (at >= 0) & (at < count),
         lambda: (

@@ -463,7 +463,7 @@ def test_an_entry_tells_numbers_bounds_and_outcomes(browser, page):
         assert said in body
     assert "ValueError: no" in browser.run("document.getElementById('T30').innerText")
     assert "needs transformers" in browser.run("document.getElementById('T31').innerText")
-    assert "written down as: holds" in browser.run("document.getElementById('T32').innerText")
+    assert "recorded verdict is: holds" in browser.run("document.getElementById('T32').innerText")
     pictures = browser.run(
         "[...document.querySelectorAll('.drawn svg')].map(s => [s.getAttribute('role'),"
         " s.getAttribute('aria-label')])"

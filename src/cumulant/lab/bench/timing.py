@@ -111,7 +111,7 @@ def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> st
         "",
         f"Measured by `{command}` on {machine()}.",
         "Single precision unless stated otherwise. Times are medians of interleaved rounds; each "
-        "ratio is the median over rounds of two times of the same round. Below 1, ours is better.",
+        "ratio is the median over rounds of two times from one round. Below 1, ours is better.",
         "",
         "| shape | quantity | against | ours | theirs | ratio | aim, at most |",
         "|---|---|---|---|---|---|---|",
