@@ -35,4 +35,4 @@ class NoSolutionError(ConvergenceError, InputError):
 
 
 class GroupError(RuntimeError):
-    """Processes of a group that cannot go on together: one died, or they are in different calls."""
+    """The processes of a group cannot continue: one died, or they are in different calls."""

@@ -24,14 +24,14 @@ _COMPARISONS, _COMPARED = 2, COMPARED * 8
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in one step.
+    """The cost of one step for one rank.
 
     Attributes:
         bytes: sent to other ranks.
-        messages: collectives and passes to the next rank that this takes.
-        hops: messages one after the other, where collectives go around a ring of ranks.
-        flops: of matrix products alone; a multiplication and an addition are two.
-        memory: bytes of inputs, results and what is under way at once, but for tiles of scores.
+        messages: number of collectives and of passes to the next rank.
+        hops: consecutive messages, with collectives going around a ring of ranks.
+        flops: matrix products only; a multiplication and an addition count as two.
+        memory: bytes of inputs, results and intermediate values held at once, without score tiles.
         reads: bytes of keys and values, and copies, that memory must move at least once.
     """
 
@@ -56,18 +56,18 @@ def cost(
     size: int = 4,
     batch: int = 1,
 ) -> Cost:
-    """What ``cm.attend(query, ShardedKeys(...)).mean`` costs a rank, without masks.
+    """The cost of ``cm.attend(query, ShardedKeys(...)).mean`` for one rank, without masks.
 
     Args:
         way: "replicated" queries, or sharded ones that go by "gather" or "ring".
-        queries: of all ranks together; or, unless replicated, how many each rank has.
-        keys: likewise. A number is spread as evenly as it goes, the first ranks having one more.
+        queries: number of queries over all ranks or, unless replicated, one number per rank.
+        keys: the same for keys. A single number is split as evenly as possible, larger parts first.
         features: of queries and keys.
-        width: of the values; None where the values are the keys.
-        ranks, rank: how many there are, and which one is asked about.
+        width: width of the values; None if the values are the keys.
+        ranks, rank: the number of ranks, and the rank whose cost is computed.
         step: "forward", or "training step": forward and the gradient in queries, keys and values.
-        size: bytes of a number as given; half precision is computed and mostly sent in float32.
-        batch: how many such problems at once, such as heads.
+        size: bytes per number of the input; half precision is computed and mostly sent in float32.
+        batch: number of such problems at once, such as heads.
 
     Raises:
         InputError: an unknown way or step, or counts that do not fit the ranks.

@@ -112,10 +112,10 @@ def scatter_rows(x: Tensor, ranks: Ranks, rows: Sequence[int]) -> Tensor:
 
 
 def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
-    """The sum over ranks of what each holds; the adjoint of `spread`.
+    """The sum of a tensor over ranks; the adjoint of `spread`.
 
-    A loss that every rank has a part of becomes one replicated loss by it. All ranks must give the
-    same shape and dtype; they compare them first.
+    It turns each rank's part of a loss into one replicated loss. All ranks must pass the same shape
+    and dtype; they compare these first.
 
     >>> import torch, cumulant as cm
     >>> cm.distributed.total(torch.tensor(2.0))  # without a group: a sum of one
@@ -132,9 +132,9 @@ def total(x: Tensor, group: Group | Ranks = None) -> Tensor:
 def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
     """A replicated tensor as each rank's own; its gradient is the `total` of theirs.
 
-    Use it where a tensor that all ranks have alike (a query, a temperature) meets what only this
-    rank has, so that its gradient comes out whole on every rank. All ranks must give the same
-    shape and dtype, and want its gradient or not; they compare that first.
+    Use it where a tensor that is the same on all ranks (a query, a temperature) meets data of this
+    rank only; its gradient is then complete on every rank. All ranks must pass the same shape,
+    dtype and requires_grad; they compare these first.
 
     >>> import torch, cumulant as cm
     >>> cm.distributed.spread(torch.tensor(2.0))
@@ -152,7 +152,7 @@ def spread(x: Tensor, group: Group | Ranks = None) -> Tensor:
 def gather(x: Tensor, group: Group | Ranks = None) -> Tensor:
     """The rows (dimension -2) of all ranks, in their order, on every rank; uneven parts are fine.
 
-    The gradient of a rank's rows is the sum of what all ranks did with them.
+    The gradient of a rank's rows is the sum over all ranks that used them.
 
     >>> import torch, cumulant as cm
     >>> cm.distributed.gather(torch.zeros(3, 2)).shape

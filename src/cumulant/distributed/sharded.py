@@ -16,29 +16,29 @@ Route = Literal["gather", "ring"]
 
 
 class ShardedKeys:
-    """Keys and values spread over the ranks of a group; `cm.attend` and `cm.Memory` take them.
+    """Keys and values sharded over the ranks of a group, for `cm.attend` and `cm.Memory`.
 
-    All keys together are those of rank 0, then of rank 1, and so on: the order that causal masks
-    and indices go by. Ranks may have different numbers of them, or none. Every rank must make it,
-    and make the same calls with it in the same order.
+    Keys are ordered by rank, rank 0 first; causal masks and indices follow that order. Ranks may
+    hold different numbers of keys, or none. Every rank must create the object and make the same
+    calls in the same order.
 
     Args:
-        keys: ``(*batch, n, d)``, this rank's own.
-        values: ``(*batch, n, e)``; the keys themselves if left out.
+        keys: ``(*batch, n, d)``, this rank's keys.
+        values: ``(*batch, n, e)``; default: the keys.
         group: a process group, one dimension of a `DeviceMesh`, or None for all processes.
-        queries: "replicated": every rank asks the same queries and has all answers; gradients of
-            queries are whole on every rank. "sharded": every rank asks its own.
-        route: for sharded queries, what travels: "gather", queries to the keys and answers back, or
-            "ring", keys past all queries, a shard at a time. The one that sends fewer bytes if left
-            out (`cheaper_route`).
+        queries: "replicated": every rank passes the same queries and gets all results; gradients of
+            queries are complete on every rank. "sharded": every rank passes its own.
+        route: for sharded queries, "gather" sends queries to the keys and results back, "ring"
+            sends keys past all queries, a shard at a time. Default: the one that sends fewer bytes
+            (`cheaper_route`).
 
     Raises:
-        InputError: what the ranks hold does not fit together; every rank raises.
-        GroupError: another rank has died, or is in another call.
+        InputError: the ranks' inputs do not match; every rank raises.
+        GroupError: another rank died, or is in a different call.
 
     Attributes:
-        rows: how many keys each rank has.
-        before: how many keys the ranks before this one have.
+        rows: number of keys on each rank.
+        before: number of keys on the ranks before this one.
 
     >>> import torch, cumulant as cm
     >>> shard = cm.distributed.ShardedKeys(torch.eye(2))  # without torch.distributed: one rank
@@ -130,7 +130,7 @@ def _check(keys: Any, values: Any, queries: Any, route: Any) -> None:
 def cheaper_route(
     queries: int, keys: int, features: int, width: int, *, ranks: int, gradients: bool = True
 ) -> Route:
-    """What travels when queries and keys are both sharded: whatever sends fewer numbers.
+    """The route that sends fewer numbers when queries and keys are both sharded.
 
     For M queries and N keys of d features with values of width e, spread evenly over P ranks, a
     rank sends, in units of (P - 1) / P numbers ::
@@ -139,10 +139,10 @@ def cheaper_route(
         gather  M (d + e + 1) + 2 M     2 M (d + e + 1) + 2 M
         ring    N (d + e)               2 N (d + e) + N (d + e) P / (P - 1)
 
-    Gather: queries there, answers back, the same for gradients, and the common maximum. Ring: keys
-    and values pass by, again in the backward pass, and their gradients follow them all the way
-    home. So the ring wins where N is less than about M, with gradients M / 2 for two ranks and
-    2 M / 3 for many. docs/scaling.md derives it.
+    Gather sends queries there and results back, the same for gradients, and the common maximum.
+    Ring passes keys and values around, again in the backward pass, and their gradients follow all
+    the way home. So the ring wins if N is less than about M; with gradients, M / 2 for two ranks
+    and 2 M / 3 for many. docs/scaling.md derives it.
 
     >>> import cumulant as cm
     >>> cm.distributed.cheaper_route(queries=1000, keys=100_000, features=64, width=64, ranks=4)

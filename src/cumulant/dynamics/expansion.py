@@ -30,7 +30,7 @@ class Expansion(NamedTuple):
     """Ratios of distances after and before, over pairs of points.
 
     ``ratios`` ``(*batch, pairs)`` has NaN where two points coincided before; ``quantiles``
-    ``(len(levels), *batch)`` leaves these out.
+    ``(len(levels), *batch)`` ignores these.
     """
 
     ratios: Tensor
@@ -62,8 +62,8 @@ def expansion(
 
     Args:
         before, after: ``(*batch, N, d)`` and ``(*batch, N, e)``.
-        levels: which quantiles.
-        pairs: how many random pairs to take; all pairs if there are no more than this.
+        levels: quantiles to return.
+        pairs: number of random pairs; all pairs if there are no more than this.
         generator: of the random pairs; torch's own by default.
 
     >>> import torch, cumulant as cm
@@ -104,10 +104,10 @@ class Lipschitz(NamedTuple):
     """The largest singular value of a Jacobian, ``(*batch,)``.
 
     Attributes:
-        value: the largest one found; it comes from below.
+        value: the largest one found, a lower bound.
         steps: rounds taken.
         converged: whether `upper` is at most 1 + tol times `value`.
-        upper: what the largest one does not exceed, but for one random start in a million.
+        upper: an upper bound, valid except for one random start in a million.
     """
 
     value: Tensor
@@ -127,16 +127,16 @@ def local_lipschitz(
     """The largest singular value of f's Jacobian at x: how much f can stretch nearby.
 
     Golub and Kahan's method from a random start, one Jacobian-vector and one vector-Jacobian
-    product a round. The value comes from below. That it has stopped growing would prove nothing, so
-    a bound above is found as well, and `converged` says that the two agree to a relative tol.
-    Leading singular values closer than tol count as one.
+    product a round. The value is a lower bound. That it stopped growing proves nothing, so an upper
+    bound is computed too, and `converged` says that the two agree to a relative tol. Leading
+    singular values closer than tol count as one.
 
     Args:
         f: any differentiable map; its output may have another shape.
         x: where.
         batch_dims: the number of leading dimensions that are separate problems to f.
         tol: relative distance of the bound above, at which it stops.
-        max_steps: rounds at most; memory is twice that many states.
+        max_steps: maximum number of rounds; memory is twice that many states.
 
     Returns:
         `Lipschitz`. A Jacobian that is not finite has value and upper inf and has not converged.
@@ -192,10 +192,10 @@ def local_lipschitz(
 
 
 class ExpansionBounds(NamedTuple):
-    """Upper bounds of what one step can do, each ``(*batch,)``.
+    """Upper bounds on the effect of one step, each ``(*batch,)``.
 
-    ``pairs``: of the ratio of distances of two points that see the same measure.
-    ``joint``: of the Lipschitz constant of the whole map, all points moving.
+    ``pairs``: on the ratio of distances of two points that see the same measure.
+    ``joint``: on the Lipschitz constant of the whole map, with all points moving.
     """
 
     pairs: Tensor
@@ -203,7 +203,7 @@ class ExpansionBounds(NamedTuple):
 
 
 def expansion_bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> ExpansionBounds:
-    """What a step without weights and contraction can do at most to a cloud x (T14).
+    """Upper bounds on what a step without weights and contraction does to a cloud x (T14).
 
     Two points under one measure: 1 + tau beta diam^2 / 4, because no law on a set of that diameter
     has more variance in any direction (Popoviciu). All points together, with R the largest norm:

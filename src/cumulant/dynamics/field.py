@@ -278,10 +278,10 @@ def step(
 
     Args:
         x: ``(*batch, N, d)``, an ensemble of clouds.
-        beta: inverse temperature, at least 0 (uniform attention). There is no 1/sqrt(d). A tensor
-            broadcasts against the points, ``(*batch, 1, 1)`` for one value per cloud.
+        beta: inverse temperature >= 0 (0 is uniform attention), without a factor 1/sqrt(d). A
+            tensor broadcasts against the points, ``(*batch, 1, 1)`` for one value per cloud.
         step_size: a number, or a tensor that broadcasts in the same way: a gate.
-        contraction: what is applied after the step, see `Sphere`.
+        contraction: applied after the step, see `Sphere`.
         patterns: ``(*batch, P, d)``, fixed keys; self-attention by default.
         query_weight, key_weight: ``(d, r)``, multiplied from the right as torch does, so that the
             score of x and y is y' A x with A = key_weight @ query_weight.T.
@@ -292,8 +292,7 @@ def step(
         The moved points, differentiable to any order.
 
     Raises:
-        InputError: numbers that are not finite, beta < 0, shapes that do not fit, a contraction of
-            another dimension.
+        InputError: non-finite numbers, beta < 0, or shapes that do not match.
 
     >>> import torch, cumulant as cm
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

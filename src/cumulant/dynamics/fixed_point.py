@@ -31,10 +31,10 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, to
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Where an iteration ended.
+    """The result of a fixed-point iteration.
 
     Attributes:
-        value: the state, of the shape of the start; the best one seen where it did not converge.
+        value: the state, in the shape of the start; if not converged, the best one found.
         residual: max-norm of f(value) - value, ``(*batch,)``.
         steps: evaluations of f until it was reached, ``(*batch,)``.
         status: how each problem ended, an `Outcome`.
@@ -188,11 +188,11 @@ def fixed_point(
         solver: "anderson", "broyden" or "damped" (plain iteration for damping 1).
         tol: bound on the max-norm of f(x) - x; 1e-10 in double, 1e-5 in single, 0.002 and
             0.01 in half precision (float16, bfloat16).
-        max_steps: the largest number of evaluations of f.
+        max_steps: maximum number of evaluations of f.
         batch_dims: the number of leading dimensions that are separate problems. f must treat them
-            independently; each stops by itself.
-        damping: what part of f(x) - x is taken, or the first guess of it.
-        throw: raise unless all problems converged; False returns the result as it stands.
+            independently; each stops separately.
+        damping: fraction of f(x) - x to step by, or the initial guess of it.
+        throw: raise unless all problems converged; False returns the result regardless.
 
     Returns:
         A `FixedPoint`.
@@ -254,8 +254,8 @@ def spectral_radius(
 ) -> Spectrum:
     """The largest modulus of the eigenvalues of f's Jacobian at x, by Arnoldi's method.
 
-    Below 1 plain iteration converges near a fixed point, and at that rate. Complex eigenvalues are
-    found like real ones, so rotations are right, where power iteration goes round in circles.
+    Below 1, plain iteration converges near a fixed point, at that rate. Complex eigenvalues are
+    handled, so rotations are correct, where power iteration would not converge.
 
     Args:
         f: keeps the shape.

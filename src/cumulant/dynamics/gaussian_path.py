@@ -31,9 +31,9 @@ class GaussianPath:
         mean: ``(T, *batch, d)``; inf in a member of the batch that has blown up.
         covariance: ``(T, *batch, d, d)``, likewise.
         blow_up_time: ``(*batch,)``, when the covariance becomes infinite, or leaves the range of
-            double precision; inf if it never does, or, where it had to be integrated (values that
-            are no multiple of the identity), not before the last time asked for. There the mean may
-            leave that range first, and counts too.
+            double precision; inf if it never does or, if it had to be integrated (values not a
+            multiple of the identity), not before the last time requested. There the mean may
+            overflow first, which counts too.
     """
 
     times: Tensor
@@ -140,7 +140,7 @@ def gaussian_map(
     scores: Tensor | float | None = None,
     values: Tensor | float | None = None,
 ) -> GaussianPath:
-    """What `step` does to an infinite Gaussian cloud: N(m, S) stays Gaussian, in closed form.
+    """`step` of an infinite Gaussian cloud: N(m, S) stays Gaussian, in closed form.
 
     Attention over N(m, S) is V(m + S A x), so the step is affine, x -> B x + tau V m with
     B = I + tau V S A, and N(m, S) becomes N(B m + tau V m, B S B') (T17). Where B is singular,
@@ -148,7 +148,7 @@ def gaussian_map(
 
     Args:
         mean, covariance: ``(*batch, d)`` and ``(*batch, d, d)``, which may be singular.
-        steps: how often.
+        steps: number of steps.
         step_size: tau.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
             beta. The identity by default.
@@ -191,12 +191,12 @@ def gaussian_flow(
     scores: Tensor | float | None = None,
     values: Tensor | float | None = None,
 ) -> GaussianPath:
-    """What `flow` does to an infinite Gaussian cloud: m' = V(I + S A) m, S' = V S A S + (V S A S)'.
+    """`flow` of an infinite Gaussian cloud: m' = V(I + S A) m, S' = V S A S + (V S A S)'.
 
     For V = I the covariance is S0^(1/2) (I - t S0^(1/2) (A + A') S0^(1/2))^(-1) S0^(1/2), which
     becomes infinite at t* = 1 / lambda_max(S0^(1/2) (A + A') S0^(1/2)) if that is positive (T17);
     for A = A' the mean is e^t (I - t S0 (A + A'))^(-1/2) m0. V = c I puts c A for A and e^(ct) for
-    e^t. What has no closed form is integrated; there t* is where the solver's steps vanish.
+    e^t. Cases without a closed form are integrated; there t* is where the solver's steps vanish.
 
     N points follow this only while beta^2 x' S x is well below 2 log N: they cannot outrun their
     largest member, and never blow up in finite time.
@@ -204,7 +204,7 @@ def gaussian_flow(
     Args:
         mean, covariance: ``(*batch, d)`` and ``(*batch, d, d)`` at time 0; the covariance may be
             singular.
-        times: when it is wanted, increasing from 0 or later.
+        times: output times, increasing, from 0 or later.
         scores: A in the score y' A x; a number stands for a multiple of the identity, so it is
             beta. The identity by default.
         values: V, in the same way.

@@ -32,8 +32,8 @@ class Gaussianity(NamedTuple):
     """A test of the hypothesis that the points are independent draws of one Gaussian.
 
     Attributes:
-        statistic: ``(*batch,)``; large values speak against it.
-        p_value: ``(*batch,)``: the chance of a statistic as large, if it is true.
+        statistic: ``(*batch,)``; large values are evidence against it.
+        p_value: ``(*batch,)``: the probability of a statistic as large under the hypothesis.
         levels: of the null quantiles.
         null_quantiles: of the statistic for Gaussian clouds of the same N and d.
     """
@@ -179,8 +179,8 @@ def gaussianity(
         levels: which null quantiles to return.
 
     Returns:
-        `Gaussianity`. Many clouds make many p-values: mind that a twentieth of them lie below 0.05
-        even if all are Gaussian.
+        `Gaussianity`. With many clouds, expect a twentieth of the p-values below 0.05 even if all
+        are Gaussian.
 
     Raises:
         InputError: an unknown statistic, too few points, a cloud in a subspace.

@@ -36,9 +36,9 @@ class Alternation:
     Attributes:
         means: ``(steps + 1, N, d)``.
         log_normalizer: G at the natural parameters that were used, ``(steps, N)``.
-        index: which of the N natural parameters each drew, ``(steps, N)``.
-        blow_up_step: when a mean left the range of its numbers; None if none did, and the run ends
-            before it.
+        index: index of the natural parameter each mean drew, ``(steps, N)``.
+        blow_up_step: the step at which a mean overflowed, before which the run ends; None if none
+            did.
     """
 
     means: Tensor
@@ -157,7 +157,7 @@ def alternate(
     The means make natural parameters eta_j = f(mu_j). Each mean mu_i draws one of them,
     j ~ P(j | mu_i) ∝ rho_j exp(<eta_j, mu_i> - G(eta_j)), and becomes E[x | eta_j].
 
-    With the exact link E[x | eta_j] = mu_j: a Markov chain on the N means that are there, with
+    With the exact link E[x | eta_j] = mu_j: a Markov chain on the N given means, with
     `alternation_matrix` as its transition. With a linear link (that of the Gaussian with the
     measure's moments) the natural parameters follow the means, and stay in the hull. With the skip
     connection the result is added to mu_i, as a transformer does: nothing holds the means in the
@@ -166,10 +166,10 @@ def alternate(
     Args:
         measure: h, without batch.
         means: ``(N, d)``; for the exact link inside the hull of the support.
-        steps: how often.
+        steps: number of steps.
         link: "exact", "linear" or "linear+skip".
         log_prior: log rho ``(N,)``.
-        drop_normalizer: leave out -G, as the draft does.
+        drop_normalizer: omit -G, as the draft does.
         generator: of the draws; torch's own by default.
 
     >>> import torch, cumulant as cm
@@ -244,7 +244,7 @@ def block_gibbs(
 
     Args:
         patterns: ``(N, d)``.
-        steps: how often both are drawn.
+        steps: number of steps, each drawing both.
         beta: inverse temperature, positive.
         start: ``(chains, d)``; `chains` standard normal points by default.
         generator: of the draws; torch's own by default.

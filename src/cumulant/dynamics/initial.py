@@ -74,7 +74,7 @@ def initial_cloud(
 
     Args:
         name: which one.
-        n, d: how many points, of what dimension.
+        n, d: number of points, dimension.
         generator: of the random ones; torch's own by default.
         dtype: torch's default floating-point type by default.
 

@@ -50,12 +50,12 @@ def inverse(
 
     For fixed patterns there is exactly one: x + tau grad G(x) is the gradient of a strictly convex
     function, and x = argmin_z ||z - y||^2 / 2 + tau G(beta z) / beta, a proximal map, hence
-    1-Lipschitz. That function is, but for a factor beta / tau, the log-normalizer of a mixture of
+    1-Lipschitz. That function is, up to a factor beta / tau, the log-normalizer of a mixture of
     Gaussians around the patterns (T4), so its inverse is the mixture's link, found by damped Newton
     steps (T8).
 
-    For self-attention all points are solved for together, by `fixed_point`. There is no guarantee:
-    it may have no solution, or several.
+    For self-attention, `fixed_point` solves for all points together. There may be no solution, or
+    several.
 
     Args:
         y: ``(*batch, N, d)``.

@@ -77,23 +77,23 @@ def simulate(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Trajectory:
-    """Repeat `step`, and keep what happened.
+    """Repeat `step` and record the states.
 
     Args:
         x0: ``(*batch, N, d)``, the start; or a `Trajectory` to continue from its last state.
-        steps: how often; the trajectory has steps + 1 states.
+        steps: number of steps; the trajectory has steps + 1 states.
         beta, step_size, contraction, patterns, query_weight, key_weight, value_weight, is_causal:
             see `step`.
-        every: keep every so many states, and the last.
+        every: keep one state in this many, and the last.
         observables: functions from clouds to ``(*batch,)`` by name; norm, spread and participation
             ratio by default.
-        checkpoint: an npz file for the run, written also when it is interrupted or fails; if it is
+        checkpoint: an npz file for the run, also written if it is interrupted or fails; if it is
             killed, `Trajectory.load` recovers all but the last half minute.
         progress: called for each state kept, with its time and the last time.
 
     Returns:
-        A `Trajectory`, differentiable in x0 and whatever else requires a gradient. A cloud that
-        leaves the range of its numbers is held at its last state, see ``blow_up_time``.
+        A `Trajectory`, differentiable in x0 and everything else that requires a gradient. A cloud
+        that overflows is held at its last finite state, see ``blow_up_time``.
 
     Raises:
         InputError: see `step`; steps or every out of range.
@@ -132,7 +132,7 @@ def simulate(
 
 
 def ascending(owner: str, times: Tensor | Sequence[float]) -> Tensor:
-    """Times to report at: finite, from 0 on, increasing."""
+    """Output times: finite, >= 0, increasing."""
     try:
         out = torch.as_tensor(times, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -166,16 +166,16 @@ def flow(
 ) -> Trajectory:
     """The limit of small steps: x' = Dc(x) attention(x), c the contraction, D its differential.
 
-    There is such a limit only if the contraction leaves alone what it has contracted, as those
-    without gain and bias do.
+    The limit exists only if contracting twice equals contracting once, as for contractions without
+    gain and bias.
 
-    On the sphere that is attention's tangent part; without a contraction, x' = attention(x). The
-    equation is integrated by scipy's adaptive pair of order 8 (one step size for the whole batch).
+    On the sphere it is attention's tangent part; without a contraction, x' = attention(x). scipy's
+    adaptive 8th-order method integrates it, with one step size for the whole batch.
 
     Args:
         x0: ``(*batch, N, d)``, the state at time 0, which is contracted first; or a `Trajectory`
             to continue from its last state.
-        times: when states are wanted, increasing from 0 (the start) or later.
+        times: output times, increasing, from 0 (the start) or later.
         beta, contraction, patterns, query_weight, key_weight, value_weight, is_causal: see `step`.
         rtol, atol: tolerances of the solver; 1e-8 and 1e-10 for double precision, 1e-5 and 1e-7
             for single, the second times the largest coordinate if that is above 1. rtol is at least

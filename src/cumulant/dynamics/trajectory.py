@@ -41,16 +41,15 @@ STANDARD: Observables = {
 
 @dataclass(frozen=True)
 class Trajectory:
-    """States of an ensemble of clouds at several times, with what was observed on the way.
+    """States of an ensemble of clouds at several times, with their observables.
 
     Attributes:
         times: ``(T,)``, in units of the step size: ``k * step_size`` after k steps.
         states: ``(T, *batch, N, d)``; the first is the start.
         observables: by name, each ``(T, *batch)``.
-        blow_up_time: ``(*batch,)``, when a cloud left the range of its numbers; inf if it never
-            did. From then on it is held at its last state, and where no cloud is left the
-            trajectory ends.
-        settings: what the run was made with, in words and numbers.
+        blow_up_time: ``(*batch,)``, when a cloud overflowed; inf if it never did. It is then held
+            at its last finite state; the trajectory ends once no cloud is left.
+        settings: the arguments of the run, as strings and numbers.
 
     >>> import torch, cumulant as cm
     >>> run = cm.dynamics.simulate(torch.eye(3), 4, contraction=cm.dynamics.Sphere())
