@@ -23,7 +23,7 @@ class KeyQueue(nn.Module):
 
     ``keys`` holds those that are there, oldest first. Push a batch after its loss: pushed before,
     its keys would be negatives of their own anchors. Everything is in the state_dict, so a
-    checkpoint taken while the queue fills goes on where it was.
+    checkpoint taken while the queue fills resumes where it was.
 
     >>> import torch, cumulant as cm
     >>> queue = cm.contrastive.KeyQueue(4, 2)

@@ -107,7 +107,7 @@ def sampled_softmax(
     """-<q, v_y> + log of an estimate of e^G from a sample of the classes (T24).
 
     The target counts in full and the others by a sample of `samples` draws, shared by all queries,
-    with log-weights -log(samples * probability); draws of the target itself are left out. So the
+    with log-weights -log(samples * probability); draws of the target itself are dropped. So the
     estimate of e^G = sum_j exp<q, v_j> has no bias, and the loss is low by about
     Var[e^G] / (2 e^(2G)): less with more samples, and with a proposal close to the truth.
 

@@ -1,4 +1,4 @@
-"""Whether somebody may differentiate what is computed now."""
+"""Whether the current computation may be differentiated."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class _Fused(Function):
     """A fused operator whose derivatives beyond the first are those of a formula.
 
     The operator runs again in backward, which costs less than the first gradient and keeps
-    nothing but the inputs. With ``create_graph`` the formula runs in its place.
+    only the inputs. With ``create_graph`` the formula runs in its place.
     """
 
     @staticmethod

@@ -250,7 +250,7 @@ class Ranks:
     def pass_on(self, tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
         """Send to the next rank and receive from the one before, which has so many rows.
 
-        It begins at once and goes on in the background; the returned function waits for it.
+        It starts immediately and continues in the background; the returned function waits for it.
         """
         sent = [x.contiguous() for x in tensors]
         got = [x.new_empty(*x.shape[:-2], rows, x.shape[-1]) for x in sent]

@@ -72,7 +72,7 @@ class LayerProbe:
         seed: of the samples.
 
     While it is `attached`, call `attention` for every attention call while its block runs. A
-    block that cannot be followed is left out, and `skipped` says why; the model's own run never
+    block that cannot be followed is skipped, and `skipped` says why; the model's own run never
     fails.
 
     >>> import torch, cumulant as cm

@@ -46,7 +46,7 @@ def partition(
         directions: how many random directions, the same for all radii.
         seed: of the directions.
         counts: ``(V,)``, how often each word occurs, to test log p(w) = |v_w|^2 |c|^2 / (2D) +
-            const; words that do not occur are left out.
+            const; words that do not occur are ignored.
 
     Returns:
         Rows with ``radius``; ``norm``, the length of c; ``centered``; ``directions`` ("random");

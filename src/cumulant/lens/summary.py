@@ -227,7 +227,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def nullable(rows: list[dict[str, Any]]) -> DataFrame:
-    """A table with missing numbers as NA, never NaN; columns that hold nothing are left out."""
+    """A table with missing numbers as NA, never NaN; empty columns are dropped."""
     table = pandas().DataFrame(rows).dropna(axis="columns", how="all")
     for column in table.columns:
         if table[column].isna().any():

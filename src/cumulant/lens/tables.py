@@ -47,7 +47,7 @@ class Lens:
         return f"Lens({seen.calls} attention calls, {seen.next_input} inputs)"
 
     def table(self) -> DataFrame:
-        """A pandas table with one row per (input, layer, head, token); padding is left out.
+        """A pandas table with one row per (input, layer, head, token), without padding.
 
         Columns are defined in ``cumulant.lens.COLUMNS``; `input` runs on over forward calls, and
         generation step by step continues the same input.
@@ -120,7 +120,7 @@ def token_table(recorder: Recorder) -> DataFrame:
 
 
 def _columns(record: Record, name: str) -> dict[str, torch.Tensor]:
-    """One record, flat, padding left out."""
+    """One record, flat, without padding."""
     some = record.columns["log_normalizer"]
     batch, heads, m = some.shape
     keep = record.real[:, None] & (record.columns["visible"] > 0)

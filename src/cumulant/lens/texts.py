@@ -44,7 +44,7 @@ def read(
     Args:
         text: the text itself.
         files: UTF-8 files of one text each; a folder stands for all .txt and .md files below it,
-            sorted, hidden ones left out.
+            sorted, without hidden ones.
         jsonl: a file with one JSON object per line; blank lines are passed over.
         field: the field of these objects that holds the text.
 

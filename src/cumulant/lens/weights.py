@@ -105,8 +105,8 @@ def projections(
 ) -> Projections | None:
     """The query, key, value and output weights of an attention module, or None if unknown.
 
-    Only names and shapes are looked at. Biases are left out, and so are norms between projection
-    and score (Qwen 3, OLMo 2), which make the score a different function of the tokens.
+    Only names and shapes are used. Biases are ignored, and so are norms between projection and
+    score (Qwen 3, OLMo 2), which make the score a different function of the tokens.
 
     Args:
         module: holds the projections.

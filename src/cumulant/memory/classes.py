@@ -65,7 +65,7 @@ def classify(
 
     Args:
         query, key, attn_mask, is_causal, scale, enable_gqa, window: as in `cumulant.attend`; the
-            scale is 1/sqrt(d) if left out.
+            scale is 1/sqrt(d) by default.
         mass: the share to be held, in (0, 1].
 
     >>> import torch, cumulant as cm

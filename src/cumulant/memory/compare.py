@@ -66,7 +66,7 @@ def compare(
         state: ``(*batch, Q, d)``, where both runs start.
         steps: how many updates.
         beta: inverse temperature, as in `Memory`.
-        patterns: ``(*batch, N, d)`` for the fixed run; the states themselves if left out.
+        patterns: ``(*batch, N, d)`` for the fixed run; default: the states.
         step_size: in (0, 1].
 
     >>> import torch, cumulant as cm
