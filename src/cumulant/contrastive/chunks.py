@@ -21,7 +21,7 @@ def encode_in_chunks(encoder: Callable[..., Tensor], inputs: Any, chunk_size: in
     This is GradCache (Gao et al., 2021) by checkpointing. Only one chunk's activations are held at
     a time, in either direction, so a contrastive batch can be as large as its embeddings allow.
     Values and gradients are those of one large batch as long as the encoder treats rows separately:
-    dropout is repeated exactly, but batch normalization sees a chunk for a batch (and, training,
+    dropout is repeated exactly, but batch normalization sees a chunk as a batch (and, in training,
     sees each chunk twice).
 
     Args:

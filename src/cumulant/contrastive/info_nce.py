@@ -24,9 +24,9 @@ class Contrast:
     """The loss of `info_nce` with its statistics, one of each for every anchor.
 
     Attributes:
-        loss: reduced as asked for.
+        loss: reduced as requested.
         log_normalizer: G of the scores, log-weights included, ``(*batch, M)``.
-        entropy: of the weights over all keys that count, in nats.
+        entropy: of the weights over all keys in the normalizer, in nats.
         effective_negatives: e to the entropy of the weights over the negatives alone: 1 if one
             negative has all the weight, the number of negatives if they share it; 0 without any.
     """

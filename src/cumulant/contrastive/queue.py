@@ -19,9 +19,9 @@ class _Loads(Protocol):
 
 
 class KeyQueue(nn.Module):
-    """The last `size` keys, oldest first out (MoCo; He et al., 2020).
+    """A first-in, first-out queue of the last `size` keys (MoCo; He et al., 2020).
 
-    ``keys`` holds those that are there, oldest first. Push a batch after its loss: pushed before,
+    ``keys`` holds the current keys, oldest first. Push a batch after its loss: pushed before,
     its keys would be negatives of their own anchors. Everything is in the state_dict, so a
     checkpoint taken while the queue fills resumes where it was.
 
@@ -57,7 +57,7 @@ class KeyQueue(nn.Module):
 
     @torch.no_grad()
     def push(self, keys: Tensor) -> None:
-        """Add ``(n, d)``; the oldest leave. Of more than `size`, the last stay."""
+        """Add keys ``(n, d)``, dropping the oldest; of more than `size`, keep the last."""
         size, width = self.stored.shape
         given: Any = keys
         if not isinstance(given, Tensor) or given.ndim != 2 or given.shape[1] != width:
@@ -95,11 +95,11 @@ class KeyQueue(nn.Module):
 
 
 class Temperature(nn.Module):
-    """A temperature that is learned, as its logarithm: positive whatever the optimizer does.
+    """A learned temperature, parametrized by its logarithm, so it stays positive.
 
     Args:
-        start: where it begins; CLIP's 0.07.
-        least: it is held at or above this; CLIP's 0.01.
+        start: initial value; CLIP's 0.07.
+        least: lower bound; CLIP's 0.01.
 
     >>> import torch, cumulant as cm
     >>> temperature = cm.contrastive.Temperature()

@@ -26,12 +26,12 @@ __all__ = ["AliasSampler", "nce", "negative_sampling", "sampled_softmax"]
 
 
 class AliasSampler:
-    """Draw from a fixed distribution over n things, each draw at the same cost (Walker, 1977).
+    """Samples from a fixed distribution over n classes in constant time per draw (Walker, 1977).
 
     A draw picks one of n columns and then its owner or its alias.
 
     Args:
-        weights: ``(n,)``, not negative, not all zero; normalized here. For word2vec, counts to the
+        weights: ``(n,)``, nonnegative, not all zero; normalized here. For word2vec, counts to the
             power 0.75.
 
     >>> import torch, cumulant as cm

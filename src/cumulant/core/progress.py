@@ -12,12 +12,12 @@ __all__ = ["Progress", "ProgressCallback", "counted"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a piece of work is.
+    """Progress of a long computation.
 
     Attributes:
         done: steps, texts or units of time that are finished.
-        total: of how many; None if that is not known.
-        what: is being done.
+        total: the total; None if unknown.
+        what: the current activity.
         value: of the objective so far, where the work has one.
     """
 

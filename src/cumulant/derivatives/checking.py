@@ -46,19 +46,19 @@ def check_derivatives(
         f: a function or an ``nn.Module``.
         inputs: a tensor, a tuple or list of arguments, or a dict of keyword arguments. Their
             floating-point tensors are differentiated; everything else is constant.
-        order: the longest word, 1 to 4.
+        order: the highest order of derivative, 1 to 4.
         parameters: with a module, differentiate in its parameters too, as a loss that contains a
             derivative does when it is backpropagated; those without ``requires_grad`` are constant.
-        tolerance: the relative error that still counts as right.
+        tolerance: the largest relative error that counts as right.
         seconds: the time budget; what it does not cover is reported as left out.
-        seed: of directions, weights and random operators.
+        seed: seed of directions, weights and random operators.
         examine: name the operators at fault.
 
     Returns:
         DerivativeReport: `ok` is True only if every word was checked and is right.
 
     Raises:
-        InputError: nothing to differentiate, or f fails, is random or returns no real tensors.
+        InputError: nothing to differentiate, or f fails, is random, or returns no real tensors.
 
     >>> import torch, cumulant as cm
     >>> x = torch.tensor([0.3, -1.2, 0.7])

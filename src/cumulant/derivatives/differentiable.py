@@ -19,7 +19,7 @@ __all__ = ["differentiable"]
 
 
 def differentiable() -> Scope[None]:
-    """Within this context, models have right derivatives of any order and mode, in this thread.
+    """A context in which models have correct derivatives of any order and mode, in this thread.
 
     Attention is ours, as in `sdpa_replaced`. torch's layer_norm, batch_norm and instance_norm,
     whose forward-mode rules torch cannot differentiate again, are those of

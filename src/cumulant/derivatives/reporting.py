@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Fault:
-    """An operator of the call that is itself wrong or not supported, and where it is.
+    """An operator in the call that is wrong or not supported, and where it is called.
 
     Attributes:
         operator: as torch names it, such as ``torch.nn.functional.layer_norm``.

@@ -161,10 +161,9 @@ def forward(
 def register() -> None:
     """Make ``attn_implementation="cumulant"`` known to Hugging Face's transformers.
 
-    It computes what eager attention does, softcap and sinks included, with every derivative and
-    without a matrix of weights. A model whose attention is written out in its own code cannot run
-    it: building the model, or setting the implementation, raises InputError with the name of its
-    class.
+    It computes the same as eager attention, including softcap and sinks, with every derivative and
+    without storing attention matrices. A model with hand-written attention cannot run it: building
+    the model, or setting the implementation, raises InputError with the name of its class.
 
     Masks are those of eager attention, which are added to the scores: models cut them, add to them
     and combine them with their own, and a boolean mask would be added as zeros and ones. (Without a

@@ -29,12 +29,12 @@ _KINDS = {"model": dict, "run": dict, "notes": list, "shown": list, "top": list}
 
 @dataclass(frozen=True)
 class Examination:
-    """Tables of what was measured, and the facts of the run.
+    """The tables of an examination, and the metadata of the run.
 
     Attributes:
         facts: the model: name, type, layers, heads, ...
         run: seconds, peak memory, tokens, versions, when.
-        notes: what a reader must know, such as truncated texts.
+        notes: caveats for the reader, such as truncated texts.
         shown: texts whose tokens are kept for the report: (name, tokens[, decoder's tokens]).
         top: for these texts, by [text][layer][head][token], pairs (key, weight) of the largest
             weights.
@@ -88,7 +88,7 @@ class Examination:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write all tables into a folder: Parquet, and one JSON file with definitions and facts.
 
-        Nothing is half-written: files appear in the folder when all of them are complete.
+        Files appear in the folder only when all of them are complete.
         """
         target = make_folder(folder)
         own: Path | None = None
@@ -167,7 +167,7 @@ class Examination:
         )
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """One self-contained HTML page; opens anywhere, asks for nothing from outside."""
+        """Write the report as one self-contained HTML page."""
         from cumulant.lens.report import render
 
         target = Path(path)
@@ -221,7 +221,7 @@ def compare(first: Examination, second: Examination) -> DataFrame:
     ``second`` and ``difference``; otherwise medians over the heads of each quarter of the depth.
 
     Raises:
-        InputError: an argument is no `Examination`, or has no table of heads.
+        InputError: an argument is not an `Examination`, or has no table of heads.
     """
     tables, keys = [_heads_of(x) for x in (first, second)], ["layer", "head"]
     if tables[0][keys].to_numpy().tolist() != tables[1][keys].to_numpy().tolist():

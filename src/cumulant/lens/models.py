@@ -46,9 +46,9 @@ class _Source(NamedTuple):
 
 
 def load(name: str | os.PathLike[str] | None = None) -> Loaded:
-    """A transformer and its tokenizer in single precision, without a word on the terminal.
+    """Load a transformer and its tokenizer in single precision, without printing anything.
 
-    Code that a model brings along is never run.
+    Code shipped with a model is never run.
 
     Args:
         name: a folder as written by ``save_pretrained``, a ``.gguf`` file (its weights are
@@ -57,7 +57,7 @@ def load(name: str | os.PathLike[str] | None = None) -> Loaded:
             model, all-MiniLM-L6-v2.
 
     Raises:
-        InputError: what is missing, damaged or unknown.
+        InputError: a model or file that is missing, damaged or unknown.
     """
     package()
     source = _locate(name)

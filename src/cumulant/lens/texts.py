@@ -18,7 +18,7 @@ SUFFIXES = (".txt", ".md")
 
 
 class Text(NamedTuple):
-    """A text and what to call it: its file, its line, or where it came from."""
+    """A text and its name: its file, line or origin."""
 
     name: str
     content: str

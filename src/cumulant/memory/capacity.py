@@ -22,7 +22,7 @@ class Capacity:
     """Constants of the storage theorem.
 
     Attributes:
-        a, b, c: c = b / W(exp(a + log b)), W Lambert's function.
+        a, b, c: c = b / W(exp(a + log b)) with Lambert's function W.
         patterns: sqrt(failure) c^((d - 1) / 4), so many can be stored at least; where the theorem
             does not apply, 0.
         applies: whether c >= (2 / sqrt(failure))^(4 / (d - 1)), the theorem's condition.
@@ -38,7 +38,7 @@ class Capacity:
 def capacity(
     dimension: int, *, beta: float = 1.0, radius: float = 1.0, failure: float = 0.001
 ) -> Capacity:
-    """How many random patterns can be stored, by Theorem 3 of Ramsauer et al. (2021): T21.
+    """The number of random patterns a memory can store (T21; Ramsauer et al., 2021, Theorem 3).
 
     Patterns lie on the sphere of radius M = radius sqrt(d - 1). With probability 1 - failure, so
     many as the result says are stored: each has a fixed point near it, and they are apart.
@@ -91,7 +91,7 @@ class _Retrieves(Protocol):
 
 @dataclass(frozen=True)
 class Recall:
-    """How often memories of different sizes give back what was stored.
+    """Recall rates of memories of different sizes.
 
     Attributes:
         counts: numbers of stored patterns.

@@ -24,12 +24,12 @@ EDGES = (1 / 2, 1 / 8, 1 / 32)
 
 @dataclass(frozen=True)
 class Classes:
-    """What `classify` found.
+    """The result of `classify`.
 
     Attributes:
         k90: ``(*batch, M)``, the fewest keys that hold the mass asked for; 0 for a query that sees
             none.
-        visible: ``(*batch, M)``, how many keys the query sees.
+        visible: ``(*batch, M)``, the number of keys the query sees.
         fraction: ``(*batch,)``, the median over queries of k90 / visible.
         number: ``(*batch,)``, 1 to 4; 0 where no query sees a key.
     """

@@ -64,7 +64,7 @@ def compare(
 
     Args:
         state: ``(*batch, Q, d)``, where both runs start.
-        steps: how many updates.
+        steps: number of updates.
         beta: inverse temperature, as in `Memory`.
         patterns: ``(*batch, N, d)`` for the fixed run; default: the states.
         step_size: in (0, 1].

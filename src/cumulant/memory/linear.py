@@ -20,8 +20,8 @@ __all__ = ["ClassicalMemory", "LinearMemory"]
 class LinearMemory:
     """Unnormalized linear attention: xi <- sum_i x_i <x_i, xi> / d, read from one matrix (T22).
 
-    Patterns add up in ``weights`` = X'X / d; nothing normalizes and nothing separates them, so
-    beyond a few patterns what comes back is a blend.
+    Patterns add up in ``weights`` = X'X / d, without normalization or separation, so
+    beyond a few patterns it returns a blend.
 
     Args:
         patterns: ``(N, d)``.
@@ -57,7 +57,7 @@ class LinearMemory:
         """Update the states `steps` times, or until each moves by at most `tol`.
 
         Nothing bounds linear attention: every step multiplies by up to the largest eigenvalue of
-        ``weights``. States that leave the range of their numbers are an error.
+        ``weights``. Overflow raises an error.
         """
         most, tol = plan("retrieve", steps, tol)
         xi = self._states("retrieve", state)
@@ -105,7 +105,7 @@ class ClassicalMemory(LinearMemory):
 
     Args:
         patterns: ``(N, d)`` of -1 and 1.
-        asynchronous: one step goes through the units in turn.
+        asynchronous: a step updates the units one by one.
 
     >>> import torch, cumulant as cm
     >>> x = torch.tensor([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]])

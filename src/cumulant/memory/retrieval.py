@@ -143,7 +143,7 @@ class Rows:
 
 
 class Retrieval(Lazy):
-    """What `Memory.retrieve` found; ``energy``, ``index``, ``value`` are computed when asked for.
+    """The result of `Memory.retrieve`; ``energy``, ``index`` and ``value`` are computed on demand.
 
     ============= ================== ============================================================
     field         shape              what it is
