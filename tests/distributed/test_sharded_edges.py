@@ -198,7 +198,7 @@ def different_questions(group, rank, size, queries):
     for options in ({"index": torch.tensor([1, 2])}, {"fixed_point": state}):
         with pytest.raises(InputError, match=f"whether {next(iter(options))} is given"):
             memory.error_bound(state, **(options if rank else {}))
-    with pytest.raises(InputError if rank else GroupError, match="pass values with sharded patterns"):
+    with pytest.raises(InputError if rank else GroupError, match="with sharded patterns"):
         cm.Memory(shard, values=x if rank else None)
     with pytest.raises(InputError, match="the value of beta"):
         cm.Memory(shard, beta=1.0 + rank)
@@ -280,7 +280,7 @@ def one_rank_only(group, rank, size):
         with torch.set_grad_enabled(rank == 0), pytest.raises(InputError, match="gradients are"):
             function(x, group)
     shard = ShardedKeys(x, group=group)
-    with pytest.raises(InputError if rank else GroupError, match="pass values with sharded patterns"):
+    with pytest.raises(InputError if rank else GroupError, match="have their values"):
         cm.attend(query, shard, x if rank else None)
     with pytest.raises(InputError, match="the window to the left"):
         cm.attend(query, shard, window=(2**70 if rank else 1, 1))
