@@ -24,6 +24,7 @@ from cumulant.lens.models import load, reason_of
 from cumulant.lens.partial import ABOUT, unfinished
 from cumulant.lens.shards import Shards
 from cumulant.lens.texts import PASSAGE_SOURCE, read
+from cumulant.lens.typed import view
 
 # Seconds that a process waits for the others: they may be far apart, and a death is noticed at
 # once.
@@ -136,7 +137,7 @@ def _lens(
         differences = None if earlier is None else compare(earlier, found)
         if differences is not None:
             with whole_file(folder / "comparison.csv") as part:
-                differences.to_csv(part, index=False)
+                view(differences).to_csv(part, index=False)
     except KeyboardInterrupt:
         left = _left(folder, fresh and first, before)
         if first:

@@ -7,14 +7,16 @@ this module. Add a function to the protocol when you need another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad
 import torch.library
-from torch import Tensor
+import torch.overrides
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _P = ParamSpec("_P")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -149,6 +151,18 @@ class Special(Protocol):
     def ndtri(self, x: Tensor) -> Tensor: ...
 
 
+class _Fourier(Protocol):
+    def rfft(self, input: Tensor) -> Tensor: ...
+
+
+class _Functional(Protocol):
+    def jacobian(self, func: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor: ...
+
+
+class _Overrides(Protocol):
+    def resolve_name(self, f: Callable[..., Any]) -> str | None: ...
+
+
 class _Random(Protocol):
     def fork_rng(
         self, devices: Sequence[int] | None = None, *, device_type: str = "cuda"
@@ -190,6 +204,10 @@ def operator(name: str) -> Callable[[Callable[_P, _T_co]], Operator[_P, _T_co]]:
 linalg: Linalg = torch.linalg
 functions: Functions = torch
 special: Special = torch.special
+fft: _Fourier = torch.fft
+# A cast, because jacobian returns tuples as well, but not for a function of one tensor.
+functional = cast(_Functional, torch.autograd.functional)
+overrides: _Overrides = torch.overrides
 random: _Random = torch.random
 compiler: _Compiler = torch.compiler
 functorch: _Functorch = getattr(torch._C, "_functorch")  # noqa: B009 (torch hides it)
@@ -203,8 +221,14 @@ if TYPE_CHECKING:
         @classmethod
         def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
 
+    class DispatchMode(TorchDispatchMode):
+        """`TorchDispatchMode`, with a type for its constructor."""
+
+        def __init__(self) -> None: ...
+
 else:
     Function = torch.autograd.Function
+    DispatchMode = TorchDispatchMode
 
 
 class _Stepping(Protocol):
@@ -223,6 +247,15 @@ class _Listed(Protocol):
 def tolist(x: _Listed) -> list[Any]:
     """The entries of a tensor: numbers, or lists of them as deep as it has dimensions."""
     return x.tolist()
+
+
+class _Named(Protocol):
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+def named_modules(module: _Named) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module, for a module and all its descendants, each once."""
+    return module.named_modules()
 
 
 class _Differentiated(Protocol):

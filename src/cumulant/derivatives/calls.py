@@ -9,16 +9,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cumulant.core import interception
+from cumulant.core.typed import DispatchMode, named_modules, overrides
 from cumulant.derivatives.problem import is_real
 
 __all__ = ["Call", "Cut", "Recording", "inner_operators", "is_live", "record"]
@@ -146,7 +147,7 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        name = overrides.resolve_name(func) or getattr(func, "__name__", str(func))
         name = name.removesuffix(".__get__")
         short = name.rsplit(".", 1)[-1]
         live = any(is_live(x) for x in pytree.tree_leaves((args, kwargs)))
@@ -174,11 +175,12 @@ def _functions_recorded(recorder: _Recorder) -> Generator[None]:
 
     Its `apply` itself would not do: ``f = MyFunction.apply`` keeps the one it found.
     """
-    base: Any = torch.autograd.function._SingleLevelFunction
+    base: Any = _SingleLevelFunction
     thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        run = super(base, cls).apply
+        above = super(_SingleLevelFunction, cls)
+        run: Callable[..., Any] = getattr(above, "apply")  # noqa: B009 (torch hides it)
         if recorder.depth or threading.get_ident() != thread:
             return run(*args, **kwargs)
         name = f"{cls.__module__}.{cls.__qualname__}"
@@ -203,7 +205,8 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording:
     """The operators of ``run()``; module paths are those inside `module`."""
-    names = {id(m): n for n, m in module.named_modules() if n} if module is not None else {}
+    every = named_modules(module) if module is not None else ()
+    names = {id(m): n for n, m in every if n}
     recorder = _Recorder(names)
     handles = [
         hooks.register_module_forward_pre_hook(recorder.enter),
@@ -218,7 +221,7 @@ def record(run: Callable[[], Any], module: nn.Module | None = None) -> Recording
     return recorder.recording
 
 
-class _Dispatched(TorchDispatchMode):
+class _Dispatched(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
@@ -240,7 +243,7 @@ class _Dispatched(TorchDispatchMode):
 def _first(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The first result: the others of an internal operator are often not differentiable."""
     out = func(*args, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    return cast(tuple[Any, ...], out)[0] if isinstance(out, tuple) else out
 
 
 def inner_operators(call: Call) -> list[Call]:

@@ -6,7 +6,6 @@ Inputs avoid kinks: they are distinct random numbers, and positive or well condi
 function needs it.
 """
 
-# pyright: reportUnknownLambdaType=false
 from __future__ import annotations
 
 import math
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cumulant.core.typed import functions, linalg, random, special
+from cumulant.core.typed import fft, functions, linalg, random, special
 from cumulant.derivatives.checking import check_derivatives
 
 __all__ = ["Case", "Verdict", "catalog", "markdown", "sweep"]
@@ -53,7 +52,11 @@ class Verdict:
         return {"ok": self.ok, **asdict(self)}
 
 
-Cases = Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]
+# Name, function and inputs: a function of one, two or three tensors.
+One = tuple[str, Callable[[Tensor], object], tuple[Tensor]]
+Two = tuple[str, Callable[[Tensor, Tensor], object], tuple[Tensor, Tensor]]
+Three = tuple[str, Callable[[Tensor, Tensor, Tensor], object], tuple[Tensor, Tensor, Tensor]]
+Cases = Iterator[One | Two | Three]
 
 
 def _random(*shape: int) -> Tensor:
@@ -265,7 +268,7 @@ def _algebra() -> Cases:
     yield "special.ndtri", special.ndtri, (torch.sigmoid(a),)
     yield "special.log_ndtr", special.log_ndtr, (a,)
     yield "special.i0e", special.i0e, (a,)
-    yield "fft.rfft", lambda a: torch.view_as_real(torch.fft.rfft(a)), (a,)
+    yield "fft.rfft", lambda a: torch.view_as_real(fft.rfft(a)), (a,)
     yield "einsum", lambda a, b: torch.einsum("ij,jk->ik", a, b), (a, _random(4, 3))
 
 

@@ -33,7 +33,7 @@ class Difference:
 
 def noise_of(line: Line) -> float:
     """Rounding noise of a function of one variable, from high differences of close values."""
-    values = [line(k * _SHORT) for k in range(-4, 5)]
+    values: list[float] = [line(k * _SHORT) for k in range(-4, 5)]
     floor = 2.0**-52 * max(map(abs, values))
     order, estimates = 0, list[float]()
     while len(values) > 3:

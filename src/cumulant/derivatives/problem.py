@@ -10,9 +10,9 @@ inputs are cloned (f may write to them), buffers are copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -257,9 +257,10 @@ def _pure(
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
-        return (), {str(k): v for k, v in inputs.items()}
+        named = cast(Mapping[object, Any], inputs)
+        return (), {str(k): v for k, v in named.items()}
     if isinstance(inputs, list | tuple):
-        return tuple(inputs), {}
+        return tuple(cast(Iterable[Any], inputs)), {}
     return (inputs,), {}
 
 

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
@@ -16,6 +16,7 @@ from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.files import part_name, read_table, write_json, write_table
 from cumulant.lens.partial import ABOUT, claimed, finish_move, is_complete, move_in, outdated
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
+from cumulant.lens.typed import Table, view
 
 if TYPE_CHECKING:
     from cumulant.lens.report import ReportData
@@ -184,14 +185,13 @@ class Examination:
         few = len(self.shown)
         tokens = None
         if few and "tokens" in self.tables:
-            tokens = self.tables["tokens"][self.tables["tokens"]["input"] < few]
+            tokens = view(self.tables["tokens"])
         elif few and self.folder is not None:  # the first part has the first texts
-            tokens = read_table(self.folder / "tokens.parquet" / part_name(0))
-            tokens = tokens[tokens["input"] < few]
+            tokens = view(read_table(self.folder / "tokens.parquet" / part_name(0)))
         return ReportData(
             title=str(self.facts.get("name", "a model")),
             facts=self.facts,
-            tokens=tokens,
+            tokens=None if tokens is None else tokens[tokens["input"] < few],
             heads=self.tables.get("heads"),
             layers=self.tables.get("layers"),
             expansions=self.tables.get("expansions"),
@@ -207,10 +207,11 @@ def _wrong(about: Any) -> str:
     """What keeps the content of an examination.json from being that; nothing if it is."""
     if not isinstance(about, dict):
         return "it does not hold an object"
+    held = cast(dict[str, Any], about)
     for name, kind in _KINDS.items():
-        if not isinstance(about.get(name), kind):  # pyright: ignore[reportUnknownMemberType]
+        if not isinstance(held.get(name), kind):
             return f"it has no {name!r}"
-    parts: Any = about.get("parts", 1)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    parts = held.get("parts", 1)
     return "" if isinstance(parts, int) and parts > 0 else "its 'parts' is not a positive integer"
 
 
@@ -230,28 +231,30 @@ def compare(first: Examination, second: Examination) -> DataFrame:
     shared = [c for c in tables[0].columns if c in tables[1].columns and c not in keys]
     numeric = [c for c in shared if is_number(tables[0][c])]
     long = [x.melt(keys, numeric, "statistic", "value") for x in tables]
-    joined = long[0].merge(long[1], on=[*keys, "statistic"], suffixes=("_first", "_second"))
+    joined = pandas().merge(
+        long[0], long[1], on=[*keys, "statistic"], suffixes=("_first", "_second")
+    )
     joined = joined.rename(columns={"value_first": "first", "value_second": "second"})
     joined = joined.dropna(subset=["first", "second"], ignore_index=True)
     return joined.assign(difference=joined["second"] - joined["first"])
 
 
-def _heads_of(examination: Examination) -> DataFrame:
+def _heads_of(examination: Examination) -> Table:
     if not isinstance(examination, Examination):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f"compare takes two examinations, not a {type(examination).__name__}: for a folder use "
             "Examination.load(folder)."
         )
-    heads, folder = examination.heads(), examination.folder
+    heads, folder = view(examination.heads()), examination.folder
     if not {"layer", "head"} <= set(heads.columns):
         where = "" if folder is None else f" in {folder / 'heads.parquet'}"
         raise InputError(f"compare: there is no table of heads{where}; examine again.")
     return heads
 
 
-def _quarters(heads: DataFrame) -> DataFrame:
+def _quarters(heads: Table) -> Table:
     """Medians over the heads of each quarter of the depth."""
-    layers: Any = heads["layer"]
+    layers = heads["layer"]
     quarter = 4 * layers // max(1, int(layers.max()) + 1) + 1
     heads = heads.drop(columns=["layer", "head"]).assign(quarter=quarter)
     return heads.groupby("quarter", as_index=False).median(numeric_only=True)

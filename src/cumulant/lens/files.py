@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import whole_file, write_file
@@ -42,7 +42,10 @@ def write_table(table: DataFrame, path: Path, name: str) -> None:
         known = COLUMNS.get(field.name)
         facts = {"unit": known.unit, "definition": known.definition} if known else {}
         fields.append(field.with_metadata({**(field.metadata or {}), **facts}))
-    about = {**(data.schema.metadata or {}), "cumulant": f"{name}: {TABLES.get(name, '')}"}
+    about: dict[Any, Any] = {
+        **(data.schema.metadata or {}),
+        "cumulant": f"{name}: {TABLES.get(name, '')}",
+    }
     data = data.cast(arrow.schema(fields, metadata=about))
     with whole_file(path) as part:
         writer.write_table(data, part, write_page_checksum=True)
@@ -91,14 +94,16 @@ def write_json(content: Any, path: Path) -> None:
 def plain(x: Any) -> Any:
     """Lists, dicts, numbers and strings for JSON."""
     if isinstance(x, dict):
-        return {str(k): plain(v) for k, v in x.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {str(k): plain(v) for k, v in cast(dict[object, Any], x).items()}
     if isinstance(x, list | tuple):
-        return [plain(v) for v in x]  # pyright: ignore[reportUnknownVariableType]
+        return [plain(v) for v in cast(Iterable[Any], x)]
     if hasattr(x, "to_dict") and hasattr(x, "columns"):
         return [plain(row) for row in x.astype(object).to_dict("records")]
     if x is None or isinstance(x, bool | str | int):
         return x
-    return os.fspath(x) if isinstance(x, os.PathLike) else _number(x)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(x, os.PathLike):
+        return os.fspath(cast(os.PathLike[str], x))
+    return _number(x)
 
 
 def _number(x: Any) -> float | str | None:

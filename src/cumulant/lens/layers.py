@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Afterwards, Begun, Effect, Hook, Scope
+from cumulant.core.typed import named_modules
 from cumulant.lens.clouds import Cloud
 from cumulant.lens.hidden import (
     LISTS,
@@ -98,7 +99,7 @@ class LayerProbe:
         self.tokens = whole("LayerProbe", "tokens", tokens, 2)
         self.seed = whole("LayerProbe", "seed", seed, 0)
         self.skipped: dict[str, str] = {}
-        self._modules = dict(model.named_modules())
+        self._modules = dict(named_modules(model))
         self._names = {module: name for name, module in self._modules.items()}
         self._stack: list[Frame] = []
         self._records: dict[tuple[int, str], _Record] = {}

@@ -14,11 +14,10 @@ from cumulant.lens.reading import SHOWN, Reading
 from cumulant.lens.recorder import Recorder, top_of
 from cumulant.lens.state import State
 from cumulant.lens.tables import pandas
+from cumulant.lens.typed import Table, view
 
 if TYPE_CHECKING:
-    from numpy import ndarray
-
-    from cumulant.lens.tables import DataFrame
+    from numpy.typing import NDArray
 
 __all__ = ["merge_ranks"]
 
@@ -79,7 +78,7 @@ def merge_tables(works: Sequence[Work], target: Path) -> tuple[int, list[tuple[i
     """
     frames = pandas()
     tables = [
-        read_table(work.place / "inputs.parquet", work.parts).assign(rank=rank)
+        view(read_table(work.place / "inputs.parquet", work.parts)).assign(rank=rank)
         for rank, work in enumerate(works)
         if work.parts
     ]
@@ -88,12 +87,12 @@ def merge_tables(works: Sequence[Work], target: Path) -> tuple[int, list[tuple[i
     inputs = inputs.sort_values("number", kind="stable", ignore_index=True)
     places = list(zip(inputs["rank"].tolist(), inputs["input"].tolist(), strict=True))
     inputs["input"] = range(len(inputs))
-    numbers = {r: x.to_numpy() for r, x in inputs.groupby("rank")["input"]}
+    numbers: dict[int, NDArray[Any]] = {r: x.to_numpy() for r, x in inputs.groupby("rank")["input"]}
     inputs = inputs.drop(columns=["number", "rank"])
     for name in ("tokens", "inputs"):
         (target / f"{name}.parquet").mkdir()
     parts = start = 0
-    held: list[DataFrame] = []
+    held: list[Table] = []
     rows = _in_order([_rows(works[r], numbers[r]) for r in numbers])
     for some in rows:
         held.append(some)
@@ -108,21 +107,22 @@ def merge_tables(works: Sequence[Work], target: Path) -> tuple[int, list[tuple[i
     return parts, places[:INPUTS]
 
 
-def _rows(work: Work, numbers: ndarray[Any, Any]) -> Iterator[DataFrame]:
+def _rows(work: Work, numbers: NDArray[Any]) -> Iterator[Table]:
     """The tokens of one rank, some rows at a time, with the numbers of inputs among all."""
     for part in range(work.parts):
-        for rows in read_rows(work.place / "tokens.parquet" / part_name(part), ROWS):
+        for each in read_rows(work.place / "tokens.parquet" / part_name(part), ROWS):
+            rows = view(each)
             yield rows.assign(input=numbers[rows["input"].to_numpy()])
 
 
-def _in_order(streams: Sequence[Iterator[DataFrame]]) -> Iterator[DataFrame]:
+def _in_order(streams: Sequence[Iterator[Table]]) -> Iterator[Table]:
     """Rows of all streams in the order of inputs, whole inputs at a time; each stream has its own.
 
     The stream that is furthest behind is read on, and what lies before all of them is complete.
     """
     frames = pandas()
     going = dict(enumerate(streams))
-    held: dict[int, DataFrame] = {}
+    held: dict[int, Table] = {}
     reached = dict.fromkeys(going, -1)
     while going:
         behind = min(going, key=reached.__getitem__)
@@ -133,7 +133,7 @@ def _in_order(streams: Sequence[Iterator[DataFrame]]) -> Iterator[DataFrame]:
             held[behind] = frames.concat([held[behind], more]) if behind in held else more
             reached[behind] = int(more["input"].iloc[-1])
         end = min((reached[k] for k in going), default=None)
-        done: list[DataFrame] = []
+        done: list[Table] = []
         for k, rows in held.items():
             cut = len(rows) if end is None else int(rows["input"].searchsorted(end))
             done.append(rows.iloc[:cut])

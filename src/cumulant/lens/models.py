@@ -272,7 +272,7 @@ def _from_gguf(path: Path, config: Any) -> tuple[Any, dict[str, Any]]:
         read = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)
     finally:
         reader.tqdm = bar
-    return type(skeleton).from_pretrained(
+    return skeleton.__class__.from_pretrained(
         None,
         config=config,
         state_dict=read["tensors"],

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cumulant.core.interception import Afterwards, Effect, Hook
+from cumulant.core.typed import named_modules
 
 __all__ = ["Frame", "Running", "Stack", "is_model", "under_transform"]
 
@@ -55,7 +56,7 @@ class Stack:
     """
 
     def __init__(self, model: nn.Module, closed: Callable[[Frame, Any], None]) -> None:
-        self.names = {id(m): name for name, m in model.named_modules()}
+        self.names = {id(m): name for name, m in named_modules(model)}
         self.frames = 0
         self._here = _Here()
         self._closed = closed

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from cumulant.core.errors import InputError
 
@@ -80,7 +80,8 @@ def named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> It
     if isinstance(texts, str):
         texts = [texts]
     elif isinstance(texts, Mapping):
-        texts = [Text(str(name), content) for name, content in texts.items()]
+        pairs = cast(Mapping[str, str], texts).items()
+        texts = [Text(str(name), content) for name, content in pairs]
     for number, each in enumerate(texts):
         if isinstance(each, str):
             yield Text(f"text {number}", each)
@@ -173,7 +174,7 @@ def _field(line: str, field: str, where: str) -> str:
         raise InputError(f"{where}: a number is too long, or nested too deep.") from None
     if not isinstance(record, dict):
         raise InputError(f'{where} must be an object such as {{"{field}": "..."}}.')
-    fields: dict[str, Any] = record
+    fields = cast(dict[str, Any], record)
     if field not in fields:
         there = ", ".join(map(repr, fields)) or "none"
         raise InputError(f"{where} has no field {field!r}; its fields are {there}.")

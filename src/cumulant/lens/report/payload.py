@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report.definitions import HEADS, SUBLAYERS, TOKENS, Shown
@@ -120,7 +121,8 @@ def _modules(heads: Frame | None) -> dict[int, str]:
 def _grid(part: Frame, name: str, heads: Sequence[int], size: int) -> list[list[Any]]:
     """The column as rows of heads, None where a token has no value."""
     grid = np.full((len(heads), size), np.nan)
-    places = np.searchsorted(heads, part["head"].to_numpy())
+    numbers: NDArray[Any] = part["head"].to_numpy()
+    places = np.searchsorted(heads, numbers)
     grid[places, part["token"].to_numpy()] = part[name].to_numpy(dtype=float, na_value=np.nan)
     return shortened_all(grid, 4)
 

@@ -137,10 +137,11 @@ def measure(trial: Trial) -> Found:
 def draw(figure: Any, seen: Any) -> None:
     """How far above the dual's optimum each round ends."""
     axes = figure.subplots()
-    count = torch.arange(1, seen.rounds + 1)
+    rounds: int = seen.rounds
+    count = torch.arange(1, rounds + 1)
     product, loss = seen.product - seen.least, seen.loss - seen.least
     axes.semilogy(count, product, color=series_color(0), label="product of normalizers")
-    some = np.arange(0, seen.rounds, max(1, seen.rounds // 25))
+    some = np.arange(0, rounds, max(1, rounds // 25))
     axes.semilogy(count[some], loss[some], "o", ms=4, color=series_color(1), label="exp G(α)")
     axes.set(xlabel="round", ylabel="above the dual's optimum")
     axes.legend()

@@ -154,7 +154,7 @@ def draw(figure: Any, seen: Any) -> None:
     left, right = figure.subplots(1, 2)
     for i, (d, counts) in enumerate(seen.counts.items()):
         bits = np.log2(counts)
-        fine = np.linspace(bits[0] - 1, bits[-1] + 1, 40)
+        fine = np.linspace(float(bits[0]) - 1, float(bits[-1]) + 1, 40)
         curve = [recalled(d, int(2**x)) for x in fine]
         left.plot(fine, curve, color=series_color(i), linewidth=1.2, label=f"d = {d}")
         left.plot(bits, seen.rates[d], "o", color=series_color(i))

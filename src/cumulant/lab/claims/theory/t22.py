@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from cumulant import Memory, memory
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functional, linalg
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap
@@ -87,7 +87,7 @@ def layer(trial: Trial, first: Tensor, second: Tensor) -> tuple[float, Tensor]:
 
     asymmetry, d = 0.0, first.shape[-1]
     for x in trial.normal(5, d):
-        J: Any = torch.autograd.functional.jacobian(apply, x)
+        J = functional.jacobian(apply, x)
         asymmetry = max(asymmetry, float(linalg.vector_norm(J - J.mT) / linalg.vector_norm(J)))
     x, energies = 0.3 * trial.normal(200, d), list[Tensor]()
     for _ in range(12):

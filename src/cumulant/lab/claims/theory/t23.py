@@ -24,6 +24,7 @@ from cumulant.lab.claims.real import (
 )
 from cumulant.lens import observe
 from cumulant.lens.sensitivity import Group, sensitivity
+from cumulant.lens.typed import view
 from cumulant.lens.weights import Block, projections
 
 SIZE = 1e-3  # of the perturbation, relative to the weights
@@ -123,7 +124,7 @@ def lens_gap() -> float:
     """Entropy, largest weight and weight on itself by the lens, against the written-out weights."""
     with observe(loaded().model, spectrum=False) as lens:
         loaded().model(passage_ids())
-    table = lens.table()
+    table = view(lens.table())
     p = torch.stack(attentions())
     truth = {
         "entropy": -torch.xlogy(p, p).sum(-1),

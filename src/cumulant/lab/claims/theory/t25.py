@@ -125,7 +125,7 @@ def heard(y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Te
 
 def one_gaussian(y: Tensor) -> Tensor:
     """E[x] after each step by GPB1: M filters from one Gaussian, then one Gaussian again."""
-    modes, means = INITIAL.expand(len(y), -1), []
+    modes, means = INITIAL.expand(len(y), -1), list[Tensor]()
     mean, variance = torch.zeros(len(y)).double(), torch.ones(len(y)).double()
     for now in y.T:
         each, spreads, logs = heard(now[:, None], *moved(mean, variance))
@@ -137,7 +137,7 @@ def one_gaussian(y: Tensor) -> Tensor:
 
 def interacting(y: Tensor) -> Tensor:
     """E[x] after each step by IMM: mix for each next mode by P(i|j), then M filters."""
-    modes, means = INITIAL.expand(len(y), -1), []
+    modes, means = INITIAL.expand(len(y), -1), list[Tensor]()
     mean, variance = torch.zeros(len(y), 2).double(), torch.ones(len(y), 2).double()
     for now in y.T:
         joint = (modes[..., None] * TRANSITION).mT  # (S, next, before)
@@ -227,7 +227,8 @@ def draw(figure: Any, seen: Any) -> None:
     # The series in which the observations say most about the mode.
     known = torch.stack([x.modes[:, 1] for x in seen.exact], 1)
     chosen = int(known.std(1).argmax())
-    ours = filter(seen.model, seen.y[chosen, :, None], collapse="gpb2").mode_probabilities[:, 1]
+    model: SwitchingLinearGaussian = seen.model
+    ours = filter(model, seen.y[chosen, :, None], collapse="gpb2").mode_probabilities[:, 1]
     left.plot(time, known[chosen], color=INK, label="all paths")
     left.plot(time, ours, "o", ms=4, color=series_color(2), label="GPB2")
     drafted = [float(m[chosen, 1]) for m in seen.modes]

@@ -210,8 +210,9 @@ def measure(trial: Trial) -> Found:
 def draw(figure: Any, seen: Any) -> None:
     """A sum of gammas with the nearest gamma; two gammas with what they are collapsed to."""
     left, right = figure.subplots(1, 2)
-    x = np.linspace(0.001, 5 / seen.rate, 300)
-    left.plot(x, np.exp(added(x, seen.rate)), color=INK, label="sum of two gammas")
+    rate: float = seen.rate
+    x = np.linspace(0.001, 5 / rate, 300)
+    left.plot(x, np.exp(added(x, rate)), color=INK, label="sum of two gammas")
     near = np.exp(gamma(x, *seen.fitted))
     left.plot(x, near, "--", color=series_color(1), label="nearest gamma")
     left.set(xlabel="x", ylabel="density")

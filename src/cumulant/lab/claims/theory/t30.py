@@ -94,11 +94,14 @@ def measure(trial: Trial) -> Found:
     """Steps undone, points that no step has made, and distances on the way back."""
     n, d = trial.size(300, 80), 3
     patterns = 4 * trial.normal(9, d)
-    how: dict[str, Any] = {"beta": BETA, "step_size": STEP, "patterns": patterns}
+
+    def undone(y: Tensor) -> Tensor:
+        return dynamics.inverse(y, beta=BETA, step_size=STEP, patterns=patterns)
+
     x = 2 * trial.normal(n, d)
-    forth = dynamics.step(x, **how)
+    forth = dynamics.step(x, beta=BETA, step_size=STEP, patterns=patterns)
     y = 8 * trial.normal(n, d)  # anywhere, not made by a step
-    back = dynamics.inverse(y, **how)
+    back = undone(y)
     residual = back + STEP * (BETA * back @ patterns.mT).softmax(-1) @ patterns - y
     some = min(n, 40)
     by_scipy = torch.stack([proximal(one, patterns) for one in y[:some]])
@@ -106,7 +109,7 @@ def measure(trial: Trial) -> Found:
     dx, dy = back[i] - back[j], y[i] - y[j]
     small, large = (solved(trial, size, trial.size(8, 2)) for size in (1.0, 8.0))
     numbers = {
-        "round_trip": gap(dynamics.inverse(forth, **how), x),
+        "round_trip": gap(undone(forth), x),
         "onto_gap": residual.abs().max(),
         "proximal_gap": gap(back[:some], by_scipy),
         "lipschitz": (linalg.vector_norm(dx, dim=-1) / linalg.vector_norm(dy, dim=-1)).max(),

@@ -225,9 +225,10 @@ def draw(figure: Any, seen: Any) -> None:
     left.set(xlabel="deviation of the scores", ylabel="deviation of Z, relative")
     left.set_xticks(list(seen.spread), [f"{r:g}" for r in seen.spread])
     left.minorticks_off()
+    correlations: dict[str, list[tuple[float, float]]] = seen.found
     lines = [
         (name + (", centered" if i else ""), both)
-        for name, each in reversed(seen.found.items())
+        for name, each in reversed(correlations.items())
         for i, both in reversed(list(enumerate(each)))
     ]
     for bound in (0.3, 0.9):
