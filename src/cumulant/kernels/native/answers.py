@@ -270,7 +270,7 @@ def statistics(
     key, center = arguments["key"], arguments["center"]
     centered = key.new_empty((*key.shape[:-1], key.shape[-1] + 1))  # keys, and their squares beside
     moved = torch.sub(key, center, out=centered[..., :-1])
-    torch.linalg.vecdot(moved, moved, out=centered[..., -1])
+    torch.sum(moved.square(), -1, out=centered[..., -1])
     given = {**arguments, "center": centered}
     if start is not None:
         given["start"] = start

@@ -35,8 +35,8 @@ _FORWARD = "SDPA forward"
 _BOTH = "SDPA forward+backward"
 _CAUSAL = "SDPA causal forward"
 _SUMS = "attention + G + entropy + score mean, variance and maximum, forward"
-_TANGENTS = "JVP, all tangents, of mean"
-_ALL_TANGENTS = "JVP, all tangents, of mean, G and entropy"
+_TANGENTS = "JVP, all tangents"
+_ALL_TANGENTS = "JVP, all tangents, with G and entropy"
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
