@@ -63,6 +63,7 @@ def test_bench_measures(tmp_path):
 def test_bad_input_is_one_line_and_exit_2(tmp_path):
     for arguments in (
         ["bench", "calculus", "--rounds", "0"],
+        ["bench", "calculus", "--threads", "0"],
         ["bench", "calculus", "-o", str(tmp_path / "missing" / "page.md")],
         ["bench", "calculus", "-o", str(tmp_path)],
     ):

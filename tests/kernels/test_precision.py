@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cumulant as cm
-from cumulant.kernels import attention as kernel
+from cumulant.kernels import calculus as kernel
 from oracle import FIELDS, assert_close, band_mask, differentiate
 
 M, N, D = 24, 32, 16

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ from rich.table import Table
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, write_file
-from cumulant.lab.bench.timing import Row, aim, machine, markdown, short
+from cumulant.lab.bench.timing import Row, aim, load, machine, markdown, short
 
 bench = typer.Typer(
     help="Time Cumulant against the real alternative, interleaved in one run.",
@@ -38,6 +39,13 @@ Quick = Annotated[
         "--quick", help="Small shapes only, to check that it runs; targets apply to full shapes."
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="Threads of torch; default: torch's own number. With one, attention and the lens are "
+        "measured in CPU time."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Also write a Markdown table here.")
@@ -50,7 +58,7 @@ _BENCHES = {
         "What the calculus of attention costs",
         """Attention and its derivatives against torch's attention.
 
-        About five minutes; --quick takes ten seconds.""",
+        About five minutes on two threads, ten on one; --quick takes fifteen seconds.""",
     ),
     "measures": (
         "What measures cost",
@@ -100,10 +108,22 @@ _BENCHES = {
 
 def _command(name: str, title: str) -> Callable[..., None]:
     def command(
-        rounds: Rounds = 7, quick: Quick = False, as_json: AsJson = False, output: Output = None
+        rounds: Rounds = 7,
+        quick: Quick = False,
+        threads: Threads = None,
+        as_json: AsJson = False,
+        output: Output = None,
     ) -> None:
+        if threads is not None and threads < 1:
+            raise InputError(f"--threads must be at least 1, not {threads}.")
+        before = torch.get_num_threads()
+        torch.set_num_threads(before if threads is None else threads)
         run = import_module(f"cumulant.lab.bench.{name}").run
-        _measure(name, title, run, rounds, quick, as_json, output)
+        options = " --quick" * quick + (f" --threads {threads}" if threads else "")
+        try:
+            _measure(f"cumulant bench {name}{options}", title, run, rounds, quick, as_json, output)
+        finally:
+            torch.set_num_threads(before)
 
     return command
 
@@ -113,7 +133,7 @@ for _name, (_title, _help) in _BENCHES.items():
 
 
 def _measure(
-    name: str,
+    command: str,
     title: str,
     run: Callable[..., list[Row]],
     rounds: int,
@@ -126,24 +146,24 @@ def _measure(
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
         destination(output)  # before the work, not after it
+    busy = load()
     with Shown("measuring") as progress:
         try:
             rows = run(rounds=rounds, quick=quick, progress=progress)
         except KeyboardInterrupt:
             typer.echo("cumulant: interrupted; nothing was written", err=True)
             raise typer.Exit(130) from None
-    command = f"cumulant bench {name}" + (" --quick" if quick else "")
     if output is not None:
-        write_file(output, markdown(title, command, rows, aims=not quick))
+        write_file(output, markdown(title, command, rows, aims=not quick, busy=busy))
     if as_json:
-        report = {"machine": machine(), "rows": [r.as_dict() for r in rows]}
+        report = {"machine": machine(), "load": busy, "rows": [r.as_dict() for r in rows]}
         typer.echo(json.dumps(report, indent=2))
     else:
-        _show(rows, aims=not quick)
+        _show(rows, aims=not quick, busy=busy)
 
 
-def _show(rows: list[Row], aims: bool) -> None:
-    table = Table(title="Ratios (lower is better)", caption=machine())
+def _show(rows: list[Row], aims: bool, busy: str) -> None:
+    table = Table(title="Ratios (lower is better)", caption=f"{machine()}, {busy}")
     for name in ("shape", "quantity", "against"):
         table.add_column(name)
     for name in ("ours", "theirs", "ratio", "aim"):

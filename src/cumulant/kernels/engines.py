@@ -53,6 +53,7 @@ class Engine(Protocol):
         band: Band,
         mass: float,
         start: Tensor | None,
+        steps: int,
     ) -> Arguments | None: ...
 
     def potential(

@@ -275,51 +275,87 @@ def double_pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str,
         q: x k + ds a_k            k: x' q + ds' a_q            bias: x
         g: p (t v + a_v)           v: (p t)' g                  gG: E[t] before centring
     """
-    work = tile.work
-    g, g_G = a.get("cotangent mean"), a.get("cotangent log_normalizer")
-    a_q, a_k, a_v = (a.get("second " + n) for n in ("query", "key", "value"))
     p_mn = weights(tile, a)
     out: Arguments = {}
-    e_mn = w_mn = None
+    w_mn: Tensor | None = None
     t_mn = score_tangent(tile, a, "second ")
-    if a_v is not None and g is not None and "cotangent mean" in wanted:
-        out["cotangent mean"] = work.matmul(dropped(tile, a, rate, p_mn), a_v)
     if t_mn is not None:
         t_mn, out["cotangent log_normalizer"] = centered(tile, p_mn, t_mn)
-        w_mn = g_G
-        if g is not None:
-            pt_mn = dropped(tile, a, rate, work.mul(t_mn, p_mn, fresh=True))
-            if "value" in wanted:
-                out["value"] = work.matmul(pt_mn.mT, g)
-            if "cotangent mean" in wanted:
-                moved = out.get("cotangent mean")
-                out["cotangent mean"] = work.add_matmul(moved, pt_mn, a["value"])
-            w_mn = dropped(tile, a, rate, work.matmul(g, a["value"].mT))
-            w_mn, _ = centered(tile, p_mn, w_mn)
-            w_mn = w_mn if g_G is None else work.add(w_mn, g_G)
-        if w_mn is not None:
-            e_mn = work.mul(t_mn, w_mn)
-    if a_v is not None and g is not None:
-        if rate == 0.0:
-            e_mn = work.add_matmul(e_mn, g, a_v.mT)
-        else:
-            u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
-            e_mn = u_mn if e_mn is None else work.add(u_mn, e_mn)
-    if e_mn is not None:
-        e_mn, _ = centered(tile, p_mn, e_mn)
-        x_mn = work.mul(e_mn, p_mn)
-        if "bias" in wanted:
-            out["bias"] = x_mn
-        if "query" in wanted:
-            out["query"] = work.matmul(x_mn, a["key"])
-        if "key" in wanted:
-            out["key"] = work.matmul(x_mn.mT, a["query"])
-        if w_mn is not None:
-            ds_mn = work.mul(p_mn, w_mn)
-            if a_k is not None and "query" in wanted:
-                out["query"] = work.add_matmul(out["query"], ds_mn, a_k)
-            if a_q is not None and "key" in wanted:
-                out["key"] = work.add_matmul(out["key"], ds_mn.mT, a_q)
+        w_mn = _advantage(tile, a, p_mn, rate)
+    if "cotangent mean" in a:
+        out |= _to_values(tile, a, p_mn, t_mn, rate=rate, wanted=wanted)
+    e_mn = _second_tilt(tile, a, t_mn, w_mn, rate)
+    if e_mn is None:
+        return out
+    e_mn, _ = centered(tile, p_mn, e_mn)
+    x_mn = tile.work.mul(e_mn, p_mn)
+    ds_mn = None if w_mn is None else tile.work.mul(p_mn, w_mn)
+    return out | _to_scores(tile, a, x_mn, ds_mn, wanted)
+
+
+def _advantage(tile: Tile, a: Arguments, p_mn: Tensor, rate: float) -> Tensor | None:
+    """w = <g, v> - E[<g, v>] + gG."""
+    g, g_G = a.get("cotangent mean"), a.get("cotangent log_normalizer")
+    if g is None:
+        return g_G
+    w_mn = dropped(tile, a, rate, tile.work.matmul(g, a["value"].mT))
+    w_mn, _ = centered(tile, p_mn, w_mn)
+    return w_mn if g_G is None else tile.work.add(w_mn, g_G)
+
+
+def _to_values(
+    tile: Tile,
+    a: Arguments,
+    p_mn: Tensor,
+    t_mn: Tensor | None,
+    *,
+    rate: float,
+    wanted: tuple[str, ...],
+) -> Arguments:
+    """g: p (t v + a_v), v: (p t)' g."""
+    work, out = tile.work, Arguments()
+    g, a_v = a["cotangent mean"], a.get("second value")
+    if a_v is not None and "cotangent mean" in wanted:
+        out["cotangent mean"] = work.matmul(dropped(tile, a, rate, p_mn), a_v)
+    if t_mn is not None:
+        pt_mn = dropped(tile, a, rate, work.mul(t_mn, p_mn, fresh=True))
+        if "value" in wanted:
+            out["value"] = work.matmul(pt_mn.mT, g)
+        if "cotangent mean" in wanted:
+            moved = out.get("cotangent mean")
+            out["cotangent mean"] = work.add_matmul(moved, pt_mn, a["value"])
+    return out
+
+
+def _second_tilt(
+    tile: Tile, a: Arguments, t_mn: Tensor | None, w_mn: Tensor | None, rate: float
+) -> Tensor | None:
+    """e = w t + u; writes over t."""
+    work, g, a_v = tile.work, a.get("cotangent mean"), a.get("second value")
+    e_mn = None if t_mn is None or w_mn is None else work.mul(t_mn, w_mn)
+    if a_v is None or g is None:
+        return e_mn
+    if rate == 0.0:
+        return work.add_matmul(e_mn, g, a_v.mT)
+    u_mn = dropped(tile, a, rate, work.matmul(g, a_v.mT))
+    return u_mn if e_mn is None else work.add(u_mn, e_mn)
+
+
+def _to_scores(
+    tile: Tile, a: Arguments, x_mn: Tensor, ds_mn: Tensor | None, wanted: tuple[str, ...]
+) -> Arguments:
+    """q: x k + ds a_k, k: x' q + ds' a_q, bias: x."""
+    work, out = tile.work, Arguments()
+    if "bias" in wanted:
+        out["bias"] = x_mn
+    if "query" in wanted:
+        out["query"] = work.matmul(x_mn, a["key"])
+        if ds_mn is not None and "second key" in a:
+            out["query"] = work.add_matmul(out["query"], ds_mn, a["second key"])
+    if "key" in wanted:
+        out["key"] = work.matmul(x_mn.mT, a["query"])
+        if ds_mn is not None and "second query" in a:
+            out["key"] = work.add_matmul(out["key"], ds_mn.mT, a["second query"])
     return out
 
 

@@ -57,12 +57,16 @@ def summarize(
     )
     widths |= dict.fromkeys(("coverage", "top", "top_weight"), 1) if order else {}
     steps = min(LANCZOS_STEPS, arguments["key"].shape[-1])
-    widths |= {"lanczos": 2 * steps} if spectrum else {}
+    widths |= {"leading": 1} if spectrum else {}
     widths |= {"marked": arguments["marks"].shape[-1]} if "marks" in arguments else {}
     # Moments about a typical key cancel less; hidden keys are no part of any sum.
     key = arguments["key"]
     arguments = {**arguments, "center": key.mean(-2, keepdim=True)}
-    out = _compiled(arguments, options, widths, mass)
+    if (out := _compiled(arguments, options, widths, mass, steps)) is not None:
+        return out
+    if spectrum:
+        del widths["leading"]
+        widths["lanczos"] = 2 * steps
     function = partial(_summary, order=order, spectrum=spectrum, mass=mass)
     program = Program(
         function=with_scale(function, options.scale),
@@ -72,29 +76,34 @@ def summarize(
         band=options.band,
         whole_rows=True,
     )
-    out = evaluate(program, arguments) if out is None else out
+    out = evaluate(program, arguments)
     # A strip of queries outside the band has no tile.
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
     if spectrum:
         tridiagonal = out.pop("lanczos")
-        some = torch.split(
-            tridiagonal.reshape(-1, 2 * steps), 2**14
-        )  # in double precision: not all at once
+        # In double precision: not all at once.
+        some = torch.split(tridiagonal.reshape(-1, 2 * steps), 2**14)
         roots = [largest_root(x[..., :steps], x[..., steps:]) for x in some]
         out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1)
     return out
 
 
 def _compiled(
-    arguments: Arguments, options: Options, widths: Mapping[str, int], mass: float
+    arguments: Arguments, options: Options, widths: Mapping[str, int], mass: float, steps: int
 ) -> Arguments | None:
     if (engine := compiled()) is None or 0 in arguments["key"].shape:
         return None
     start = None
-    if "lanczos" in widths:
+    if "leading" in widths:
         start = _start(arguments["key"] - arguments["center"]).unsqueeze(-2)
     return engine.statistics(
-        arguments, widths, scale=options.scale, band=options.band, mass=mass, start=start
+        arguments,
+        widths,
+        scale=options.scale,
+        band=options.band,
+        mass=mass,
+        start=start,
+        steps=steps,
     )
 
 

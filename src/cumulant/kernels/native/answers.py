@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ _SLOTS = {
             *("score_max", "top"),
             *("to query", "to key", "to value", "to bias"),
             *("to cotangent mean", "to cotangent log_normalizer"),
-            *("visible", "coverage", "top_weight", "fisher_trace", "lanczos", "marked"),
+            *("visible", "coverage", "top_weight", "fisher_trace", "leading", "marked"),
             *("received", "center"),
         )
     )
@@ -202,25 +203,28 @@ def curvature(program: Program, arguments: Named, *, scale: float, rate: float) 
     a = _program(program, rest, {f"second {n}": f"along {n}" for n in _ALONG})
     if a is None:
         return None
-    out: Arguments = {}
+    parts: list[Arguments | None] = []
     if any(n.startswith("along ") for n in a):
-        done = _gradients("curvature", program, a, scale=scale, rate=rate)
-        if done is None:
-            return None
-        out = done
+        parts.append(_gradients("curvature", program, a, scale=scale, rate=rate))
     if moved:
         primal = tuple(r for r in program.results if r.name in _ALONG)
         still = {n: x for n, x in a.items() if n in _MEASURE}
-        here = Program(program.function, program.indices, primal, program.grid, program.band)
         given = _taken({**still, **moved})
-        more = given and _gradients("gradient", here, given, scale=scale, rate=rate)
-        if more is None:
-            return None
-        out = {
-            r.name: out[r.name] + more[r.name] if r.name in out else more[r.name] for r in primal
-        }
-    zeros = (r for r in program.results if r.name not in out)
-    return out | {r.name: a["query"].new_zeros(r.shape) for r in zeros}
+        here = replace(program, results=primal)
+        parts.append(given and _gradients("gradient", here, given, scale=scale, rate=rate))
+    return _total(program, parts, a["query"])
+
+
+def _total(program: Program, parts: list[Arguments | None], like: Tensor) -> Arguments | None:
+    """The sum of results, zeros where no part has one; ``None`` if a part was not taken."""
+    made = [part for part in parts if part is not None]
+    if len(made) < len(parts):
+        return None
+    found = {r.name: [part[r.name] for part in made if r.name in part] for r in program.results}
+    return {
+        r.name: reduce(torch.add, found[r.name]) if found[r.name] else like.new_zeros(r.shape)
+        for r in program.results
+    }
 
 
 def potential(arguments: Named, shapes: Mapping[str, tuple[int, ...]]) -> Arguments | None:
@@ -253,17 +257,21 @@ def statistics(
     band: Band,
     mass: float,
     start: Tensor | None,
+    steps: int,
 ) -> Arguments | None:
     """Statistics of whole rows, each of its width; ``center`` are the keys from which moments are.
 
-    `start` is where Lanczos' method starts, ``(*batch, 1, d)``, if ``lanczos`` is asked for.
+    If ``leading`` is asked for, Lanczos' method takes so many steps from `start`,
+    ``(*batch, 1, d)``.
     """
     names = _MEASURE | {"marks", "center"}
     if {"value", "seed", "query_tag"} & arguments.keys() or arguments.keys() - names:
         return None
     key, center = arguments["key"], arguments["center"]
-    moved = key - center
-    given = {**arguments, "center": torch.cat([moved, moved.square().sum(-1, keepdim=True)], -1)}
+    centered = key.new_empty((*key.shape[:-1], key.shape[-1] + 1))  # keys, and their squares beside
+    moved = torch.sub(key, center, out=centered[..., :-1])
+    torch.sum(moved.square(), -1, out=centered[..., -1])
+    given = {**arguments, "center": centered}
     if start is not None:
         given["start"] = start
     if (a := _taken(given)) is None or key.shape[-2] > _MOST_KEYS:
@@ -272,6 +280,5 @@ def statistics(
     if 0 in batch:
         return None
     out = {n: query.new_empty((*batch, query.shape[-2], width)) for n, width in widths.items()}
-    steps = widths.get("lanczos", 0) // 2
     _ask("statistics", a, out, batch, scale=scale, band=band, rate=mass, steps=steps)
     return out

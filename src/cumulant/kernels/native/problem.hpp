@@ -14,7 +14,7 @@ enum Slot {
   SEED_MEAN, SEED_NORMALIZER, SEED_ENTROPY, MARKS, START,                       // cotangents; keys to look up; Lanczos' start
   MEAN, NORMALIZER, ENTROPY, SCORE_MEAN, SCORE_VARIANCE, SCORE_MAX, TOP,        // results, one row per query
   TO_QUERY, TO_KEY, TO_VALUE, TO_BIAS, TO_MEAN, TO_NORMALIZER,                  // gradients
-  VISIBLE, COVERAGE, TOP_WEIGHT, TRACE, LANCZOS, MARKED, RECEIVED, CENTER,      // statistics of rows
+  VISIBLE, COVERAGE, TOP_WEIGHT, TRACE, LEADING, MARKED, RECEIVED, CENTER,      // statistics of rows
   SLOTS
 };
 

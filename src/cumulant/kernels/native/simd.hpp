@@ -71,6 +71,12 @@ template <class T> INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
 #endif
 }
 
+// The square root, of negative numbers 0.
+template <class T> INLINE Vec<T> root(Vec<T> x) {
+  for (int i = 0; i < LANES<T>; i++) x[i] = x[i] > 0 ? std::sqrt(x[i]) : T(0);
+  return x;
+}
+
 // p 2^n for whole n.
 template <class T> INLINE Vec<T> times_power(Vec<T> p, [[maybe_unused]] Vec<T> rounded, [[maybe_unused]] Vec<T> n) {
 #if defined(__AVX512F__)

@@ -1,10 +1,11 @@
 // What whole rows of weights look like, without derivative: how many keys hold most of the mass, which has the most, tr Cov[k],
-// and Lanczos' tridiagonal matrix for Cov[k]. rows.py has the same in torch.
+// and the largest eigenvalue of Cov[k]. rows.py has the same in torch.
 #pragma once
 #include "derivatives.hpp"
 
 // The fewest keys that hold `share` of each row's mass. Nothing is sorted: the largest threshold below which the weights sum
-// to at most the rest is found by bisection on its bits (nonnegative numbers are ordered like their bits), all lanes at once.
+// to at most the rest is found by bisection on its bits (nonnegative numbers are ordered like their bits), all lanes at once. One
+// weight is left between the bounds where the sums below them differ by less than two such weights.
 template <class T> static void coverage(const Block<T>& b, const T* p, const T* total, double share, T* out) {
   using I = Ints<T>;
   constexpr int L = LANES<T>;
@@ -14,7 +15,7 @@ template <class T> static void coverage(const Block<T>& b, const T* p, const T* 
     const Vec<T> mass = load(total + l), limit = mass * T(1 - share) + mass * slack;
     // Weights up to limit / keys fit; the largest weight is 1, and together they do not.
     I low = (I)(limit / T(keys + 1)), high = (I)all<T>(1);
-    Vec<T> less{};
+    Vec<T> less{}, more = mass;  // the sums up to low and up to high
     auto sum_to = [&](Vec<T> bound) {
       Vec<T> s0{}, s1{};
       int64_t k = 0;
@@ -30,19 +31,19 @@ template <class T> static void coverage(const Block<T>& b, const T* p, const T* 
     };
     less = sum_to((Vec<T>)low);
     for (int step = 0; step < 8 * int(sizeof(T)); step++) {
-      const I middle = low + ((high - low) >> 1), open = (high - low) > 1;
+      const I middle = low + ((high - low) >> 1), open = ((high - low) > 1) & (more - less > T(1.5) * (Vec<T>)low);
+      bool done = true;
+      for (int i = 0; i < L; i++) done &= !open[i];
+      if (done) break;
       const Vec<T> sum = sum_to((Vec<T>)middle);
       const I fits = (sum <= limit) & open, not_fits = (sum > limit) & open;
-      less = fits ? sum : less, low = fits ? middle : low, high = not_fits ? middle : high;
-      bool done = true;
-      for (int i = 0; i < L; i++) done &= high[i] - low[i] <= 1;
-      if (done) break;
+      less = fits ? sum : less, low = fits ? middle : low, more = not_fits ? sum : more, high = not_fits ? middle : high;
     }
     I dropped{};
     for (int64_t k = 0; k < keys; k++) dropped -= (I)(load(p + k * W + l) <= (Vec<T>)low);
     for (int i = 0; i < L; i++) {  // of equal weights some may fit
-      const T equal = ((Vec<T>)high)[i], more = std::floor((limit[i] - less[i]) / equal);
-      const T count = T(dropped[i]) + (more > 0 ? more : T(0));
+      const T equal = ((Vec<T>)high)[i], some = std::floor((limit[i] - less[i]) / equal);
+      const T count = T(dropped[i]) + (some > 0 ? some : T(0));
       out[l + i] = mass[i] == 0 ? T(0) : std::max(T(1), T(keys) - count);
     }
   }
@@ -61,16 +62,47 @@ template <class T> struct Moments {
   T *origin, *mean, *rest, *trace;
 };
 
-// Cov[k] u = E[x <x, u>] - E[x] <E[x], u>, x = k - origin: two products with the weights at hand for each step. Divided by the
-// trace, so that squares of tiny covariances do not vanish.
-template <class T> static void lanczos(const Block<T>& b, const T* p, const T* inverse, const Moments<T>& m, int64_t steps) {
+// The largest eigenvalues x of tridiagonal matrices with diagonal a[step][lane] and squares c[step][lane] beside it. Laguerre's
+// method falls from any bound above to the largest of real roots; the quotients delta of neighboring minors stay positive above it.
+static void largest_root(const double* a, const double* c, int64_t s, int W, double* out) {
+  using V = Vec<double>;
+  for (int l = 0; l < W; l += LANES<double>) {
+    auto beside = [&](int64_t k) { return k < 0 || k + 1 >= s ? V{} : root<double>(load(c + k * W + l)); };
+    V top = load(a + l) + beside(0);
+    for (int64_t k = 1; k < s; k++) top = larger<double>(load(a + k * W + l) + beside(k - 1) + beside(k), top);  // Gershgorin
+    const V size = larger<double>(top, all<double>(std::numeric_limits<double>::min()));
+    V x = top + size * 1e-9;
+    for (int turn = 0; turn < 30; turn++) {  // a few for a simple root, more for a double one
+      V inverse = 1 / (x - load(a + l)), first = all<double>(1), second{}, one = inverse, two = inverse * inverse;
+      auto above = inverse > 0;
+      for (int64_t k = 1; k < s; k++) {
+        const V square = load(c + (k - 1) * W + l), step = inverse * inverse;
+        second = square * step * (second - 2 * first * first * inverse);
+        first = 1 + square * first * step;
+        inverse = 1 / (x - load(a + k * W + l) - square * inverse);
+        above &= inverse > 0;
+        one += first * inverse, two += first * first * inverse * inverse - second * inverse;
+      }
+      const V step = double(s) / (one + root<double>(double(s - 1) * (double(s) * two - one * one)));
+      const auto moving = above & (step > 1e-13 * size);  // by rounding below the root: it is found
+      x = moving ? x - step : x;
+      bool done = true;
+      for (int i = 0; i < LANES<double>; i++) done &= !moving[i];
+      if (done) break;
+    }
+    store(out + l, larger<double>(x, V{}));
+  }
+}
+
+// The largest eigenvalue of Cov[k] by Lanczos' method. Cov[k] u = E[x <x, u>] - E[x] <E[x], u>, x = k - origin: two products with
+// the weights at hand for each step. Divided by the trace, so that squares of tiny covariances do not vanish.
+template <class T> static void leading(const Block<T>& b, const T* p, const T* inverse, const Moments<T>& m, int64_t steps) {
   const int W = b.W;
   const int64_t d = b.z.d;
   const T* start = b.at(START);
   T *v = b.lanes(d), *w = b.lanes(d), *before = b.zeros(d), *t = b.lanes(KEYS), *sum = b.lanes(1), *shift = b.lanes(1), *dot = b.lanes(1), *beside = b.zeros(1), *unit = b.lanes(1);
+  double *diagonal = b.arena.template take<double>(steps * W), *squares = b.arena.template take<double>(steps * W), *value = b.arena.template take<double>(W);
   for (int l = 0; l < W; l++) unit[l] = m.trace[l] > 0 ? 1 / m.trace[l] : T(0);
-  T* out = b.at(LANCZOS) + b.first * b.z.tensor[LANCZOS].row;
-  const int64_t row = b.z.tensor[LANCZOS].row;
   for (int64_t f = 0; f < d; f++) std::fill(v + f * W, v + (f + 1) * W, start[f * b.z.tensor[START].column]);
   for (int64_t step = 0; step < steps; step++) {
     inner(shift, m.origin, v, d, W);
@@ -102,14 +134,16 @@ template <class T> static void lanczos(const Block<T>& b, const T* p, const T* i
     for (int l = 0; l < W; l++) {
       beside[l] = std::sqrt(beside[l]);
       const bool done = beside[l] <= 32 * std::numeric_limits<T>::epsilon();
-      if (l < b.n) out[l * row + step] = dot[l] * m.trace[l], out[l * row + steps + step] = done ? T(0) : beside[l] * m.trace[l];
       shift[l] = done ? T(0) : 1 / beside[l];
       if (done) beside[l] = 0;
+      diagonal[step * W + l] = double(dot[l]), squares[step * W + l] = double(beside[l]) * double(beside[l]);
     }
     std::swap(before, v);
     for (int64_t f = 0; f < d; f++)
       for (int l = 0; l < W; l++) v[f * W + l] = shift[l] == 0 ? T(0) : w[f * W + l] * shift[l];
   }
+  largest_root(diagonal, squares, steps, W, value);
+  b.each_row(LEADING, [&](int l) { return T(value[l]) * m.trace[l]; });
 }
 
 template <class T> static void statistics(const Problem& z) {
@@ -215,6 +249,6 @@ template <class T> static void statistics(const Problem& z) {
       m.trace[l] = second - square[l] < 0 ? T(0) : second - square[l];
     }
     b.each_row(TRACE, [&](int l) { return m.trace[l]; });
-    if (z.has(LANCZOS)) lanczos(b, p, rows.inverse, m, z.e);
+    if (z.has(LEADING)) leading(b, p, rows.inverse, m, z.e);
   });
 }

@@ -16,9 +16,11 @@ from cumulant.core.typed import take_step
 from cumulant.derivatives import differentiable
 from cumulant.kernels.attention import Options
 from cumulant.kernels.rows import summarize
-from cumulant.lab.bench.timing import Row, interleave, row
+from cumulant.lab.bench import engines
+from cumulant.lab.bench.peak import growth
+from cumulant.lab.bench.timing import Row, clock, interleave, row
 
-__all__ = ["SHAPES", "run"]
+__all__ = ["SHAPES", "double_backward", "run", "tangents"]
 
 Shape = tuple[int, int, int, int]
 SHAPES: tuple[Shape, ...] = (
@@ -32,11 +34,18 @@ _AGAINST_MATH: Shape = (1, 8, 4096, 64)
 _FORWARD = "SDPA forward"
 _BOTH = "SDPA forward+backward"
 _CAUSAL = "SDPA causal forward"
-_SUMS = "attention + G + entropy + score mean and variance, forward"
+_SUMS = "attention + G + entropy + score mean, variance and maximum, forward"
+_TANGENTS = "JVP, all tangents"
+_ALL_TANGENTS = "JVP, all tangents, with G and entropy"
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v)
+
+
+def _three(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a = attend(q, k, v)
+    return a.entropy, a.mean, a.log_normalizer
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +62,8 @@ def _aims(n: int) -> list[tuple[str, str, float]]:
         ("causal attention + G + entropy, forward", _CAUSAL, 0.65),
         ("G with gradient in q, k", _BOTH, 0.78),
         ("JVP, query tangent", _FORWARD, 2.0),
-        ("JVP, all tangents", _FORWARD, 2.6),
+        (_TANGENTS, _FORWARD, 2.6),
+        (_ALL_TANGENTS, _FORWARD, 2.6),
         ("double backward alone", _FORWARD, 5.2),
         ("row statistics: G, entropy, k90, top key", _FORWARD, 1.7),
     ]
@@ -94,7 +104,8 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
         "causal attention + G + entropy, forward": causal,
         "G with gradient in q, k": normalizer,
         "JVP, query tangent": lambda: torch.func.jvp(partial(_ours, k=k, v=v), (q,), (dq,)),
-        "JVP, all tangents": lambda: torch.func.jvp(_ours, (q, k, v), (dq, dk, dv)),
+        _TANGENTS: lambda: torch.func.jvp(_ours, (q, k, v), (dq, dk, dv)),
+        _ALL_TANGENTS: lambda: torch.func.jvp(_three, (q, k, v), (dq, dk, dv)),
         "double backward alone": lambda: torch.autograd.grad(
             first, [*leaves, seed], (dq, dk, dv), retain_graph=True
         ),
@@ -118,7 +129,7 @@ def _math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
 
     return {
         "math backend, all tangents": jvp(_math),
-        "JVP, all tangents": jvp(_ours),
+        _TANGENTS: jvp(_ours),
         "math backend, forward+backward+double backward": twice(_math),
         "forward+backward+double backward": twice(_ours),
     }
@@ -148,6 +159,38 @@ def _training_cases() -> dict[str, Callable[[], object]]:
     return {_STEP: step, _STEP_OURS: ours}
 
 
+# For children that measure peak memory: functions without arguments, by name.
+_LONG: Shape = (1, 1, 16384, 64)
+
+
+def tangents() -> Callable[[], object]:
+    """The value and all tangents at N = 16384."""
+    given, along = (tuple(torch.randn(_LONG) for _ in range(3)) for _ in range(2))
+    torch.func.jvp(_ours, *(tuple(x[..., :64, :] for x in y) for y in (given, along)))
+    return lambda: torch.func.jvp(_ours, given, along)
+
+
+def double_backward() -> Callable[[], object]:
+    """The gradient of a gradient at N = 16384; the first one is made before."""
+    leaves = [torch.randn(_LONG, requires_grad=True) for _ in range(3)]
+    first = torch.autograd.grad(_ours(*leaves).sum(), leaves, create_graph=True)
+    return lambda: torch.autograd.grad(first, leaves, [torch.ones_like(x) for x in leaves])
+
+
+def _memory() -> list[Row]:
+    """Peak memory against one matrix of scores."""
+    scores = _LONG[2] ** 2 * 4 / 2**20
+    rows: list[Row] = []
+    for name, quantity, most in (
+        ("tangents", _TANGENTS, 20.0),
+        ("double_backward", "double backward alone", 30.0),
+    ):
+        if (grown := growth(__name__, name)) is not None:
+            told = (str(_LONG), quantity, "the scores alone")
+            rows.append(Row(*told, grown, scores, grown / scores, most / scores, unit="MB"))
+    return rows
+
+
 def run(
     *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
@@ -158,14 +201,23 @@ def run(
     against_math = SHAPES[0] if quick else _AGAINST_MATH
     plan.append((against_math, _math_cases(against_math), 3))
     training = _training_cases()
+    small, products = engines.small_cases(), engines.cases(quick=quick)
+    few = max(3, rounds // 2)
     tick = counted(
-        progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + len(training) * (rounds + 1)
+        progress,
+        sum(len(cases) * (r + 1) for _, cases, r in plan)
+        + (len(training) + len(small)) * (rounds + 1)
+        + 2 * len(products) * (few + 1)
+        + 1,
     )
     rows: list[Row] = []
     for shape, cases, repeats in plan:
         label = str(shape)
         seconds = interleave(
-            cases, rounds=repeats, tick=lambda name, label=label: tick(f"{label} {name}")
+            cases,
+            rounds=repeats,
+            tick=lambda name, label=label: tick(f"{label} {name}"),
+            clock=clock(),
         )
         if _FORWARD in cases:
             rows.extend(row(seconds, label, *aim) for aim in _aims(shape[2]))
@@ -173,6 +225,12 @@ def run(
             names = list(cases)
             rows.append(row(seconds, label, names[1], names[0], 1 / 4))
             rows.append(row(seconds, label, names[3], names[2], 1 / 3))
-    seconds = interleave(training, rounds=rounds, tick=tick)
+    seconds = interleave(training, rounds=rounds, tick=tick, clock=clock())
     rows.append(row(seconds, _MODEL, _STEP_OURS, _STEP, 1.3))
-    return rows
+    seconds = interleave(small, rounds=rounds, tick=tick, clock=clock())
+    rows.append(row(seconds, engines.SMALL_SHAPE, engines.SMALL, engines.EXPRESSION, 1.5))
+    for (label, quantity), pair in products.items():
+        seconds = interleave(pair, rounds=few, tick=tick, clock=clock())
+        rows.append(row(seconds, label, quantity, engines.TILES, 1.0))
+    tick("peak memory")
+    return rows if quick else rows + _memory()

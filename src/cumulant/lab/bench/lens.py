@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
-from cumulant.lab.bench.timing import Row, interleave, row
+from cumulant.lab.bench.timing import Row, clock, interleave, row
 from cumulant.lens.models import load
 from cumulant.lens.observing import observe
 
@@ -94,12 +94,12 @@ def run(
     def told(what: str) -> None:
         tick(f"{label}: {what}")
 
-    seconds = interleave(cases, rounds=few, tick=told)
+    seconds = interleave(cases, rounds=few, tick=told, clock=clock())
     weights = "eager, output_attentions"
     rows = [
         row(seconds, label, "G, entropy, variances", "sdpa forward", 2.0),
-        row(seconds, label, "and k90, class, top key", weights, 1.0),
-        row(seconds, label, "and leading eigenvalue", weights, 1.0),
+        row(seconds, label, "and k90, class, top key", weights, 0.6),
+        row(seconds, label, "and leading eigenvalue", weights, 1.5),
     ]
     if quick:
         return rows

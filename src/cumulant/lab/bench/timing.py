@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -13,7 +14,7 @@ import torch
 
 from cumulant.kernels.engines import engines
 
-__all__ = ["Row", "interleave", "machine", "markdown"]
+__all__ = ["Row", "clock", "interleave", "load", "machine", "markdown"]
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,30 @@ class Row:
         return {**asdict(self), "met": self.met}
 
 
+def clock() -> Callable[[], float]:
+    """CPU time on one thread, which a busy machine disturbs least; with more threads real time.
+
+    Threads that wait for each other spin, so their CPU time is no measure of work.
+    """
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def interleave(
     cases: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
     tick: Callable[[str], None] = lambda name: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds per round of every case, run in turn so that drift hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 1):
         for name, run in cases.items():
             tick(name)
-            start = time.perf_counter()
+            start = clock()
             run()
             if turn:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
@@ -97,6 +107,15 @@ def machine() -> str:
     )
 
 
+def load() -> str:
+    """How busy the machine is now, in words; ask before measuring."""
+    if not hasattr(os, "getloadavg"):
+        return "load unknown"
+    now, processors = os.getloadavg()[0], os.cpu_count() or 1
+    busy = "busy" if now > 0.25 * processors else "quiet"
+    return f"{busy} at the start (load average {now:.1f} on {processors} processors)"
+
+
 def aim(row: Row, stated: bool) -> str:
     """The target, and whether it was missed; nothing if no target was set."""
     if not stated or row.at_most == float("inf"):
@@ -104,14 +123,15 @@ def aim(row: Row, stated: bool) -> str:
     return short(row.at_most) + ("" if row.met else " (missed)")
 
 
-def markdown(title: str, command: str, rows: list[Row], aims: bool = True) -> str:
-    """The rows as a page for the docs."""
+def markdown(title: str, command: str, rows: list[Row], aims: bool = True, busy: str = "") -> str:
+    """The rows as a page for the docs; `busy` is what `load` said before the measurements."""
     lines = [
         f"# {title}",
         "",
-        f"Measured by `{command}` on {machine()}.",
+        f"Measured by `{command}` on {machine()}{', ' + busy if busy else ''}.",
         "Single precision unless stated otherwise. Times are medians of interleaved rounds; each "
-        "ratio is the median over rounds of two times from one round. Below 1, ours is better.",
+        "ratio is the median over rounds of two times of the same round. Below 1, ours is better. "
+        "On one thread, attention and the lens are measured in CPU time.",
         "",
         "| shape | quantity | against | ours | theirs | ratio | aim, at most |",
         "|---|---|---|---|---|---|---|",
