@@ -99,8 +99,9 @@ class Packed(Lazy):
         return Largest(score, self._numbered([x.index for x in found]))
 
     def _shares(self, share: Tensor) -> Iterator[tuple[Source, Tensor]]:
-        lengths = [x.shape[-2] for x in self._parts]
-        return zip(self._parts, share.split(lengths, -2), strict=True)
+        edges = accumulate((x.shape[-2] for x in self._parts), initial=0)
+        cuts = [share[..., a:b, :] for a, b in pairwise(edges)]
+        return zip(self._parts, cuts, strict=True)
 
     def received(self, share: Tensor) -> Tensor:
         return torch.cat([x.received(part) for x, part in self._shares(share)], -2)

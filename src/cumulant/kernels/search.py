@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
-from cumulant.core.typed import functions
+from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.engines import compiled
@@ -56,7 +56,7 @@ def largest(arguments: Mapping[str, Tensor], options: Options = Options(), k: in
     return Largest(*_Search.apply(replace(options, dropout=0.0), k, tuple(given), *given.values()))
 
 
-class _Search(torch.autograd.Function):
+class _Search(Function):
     """`largest` of named arguments: a Function so that vmap finds plain tensors inside."""
 
     @staticmethod
