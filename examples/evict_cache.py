@@ -115,17 +115,21 @@ def draw(budgets: list[int], table: Tensor, whole: float, path: str) -> None:
     from cumulant.figures import COLORS, new_figure, style, write
 
     with style():
-        figure = new_figure(5.6, 3.6)
-        axes = figure.subplots()
-        for i, rule in enumerate(RULES):
-            look = {"color": COLORS[(1, 4, 0, 2)[i]], "linestyle": ("-", "-", "-", "--")[i]}
-            axes.plot(budgets, table[:, i] - whole, label=rule, marker="o", ms=4, **look)
-        axes.set(xlabel="keys kept for each head", xscale="log", yscale="log")
-        axes.set_ylabel("loss above that of the whole cache,\nnats per token")
-        axes.set_xticks(budgets, [str(budget) for budget in budgets])
-        axes.minorticks_off()
-        axes.set_title("What a cut cache costs SmolLM2 on a page of Emma", loc="left")
-        axes.legend(loc="lower left")
+        figure = new_figure(8.0, 3.4)
+        pair = figure.subplots(1, 2)
+        for axes, rules in zip(pair, (RULES, RULES[1:]), strict=True):
+            for rule in rules:
+                i = RULES.index(rule)
+                look = {"color": COLORS[(1, 4, 0, 2)[i]], "linestyle": ("-", "-", "-", "--")[i]}
+                axes.plot(budgets, table[:, i] - whole, label=rule, marker="o", ms=4, **look)
+            axes.set(xlabel="keys kept for each head", xscale="log", ylim=(0, None))
+            axes.set_xticks(budgets, [str(budget) for budget in budgets])
+            axes.minorticks_off()
+        pair[0].set_ylabel("loss above the whole cache's,\nnats per token")
+        pair[0].legend(loc="upper right")
+        pair[0].set_title("all rules", loc="left")
+        pair[1].set_title("all but recency", loc="left")
+        figure.suptitle("What a cut cache costs SmolLM2 on a page of Emma", x=0.01, ha="left")
     write(figure, path)
 
 
