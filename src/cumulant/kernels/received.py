@@ -13,9 +13,9 @@ from torch import Tensor
 from cumulant.core.eager import eager
 from cumulant.core.typed import functions
 from cumulant.kernels import formulas
-from cumulant.kernels.attention import Options, pullback
+from cumulant.kernels.calculus import pullback
 from cumulant.kernels.formulas import INDEX, row_sum
-from cumulant.kernels.streaming import grid_of
+from cumulant.kernels.streaming import Options, grid_of
 from cumulant.kernels.tiles import Arguments, Named, Program, Result, Tile, tile_sum
 
 __all__ = ["received", "visible"]
