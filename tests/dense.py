@@ -23,6 +23,7 @@ class DenseMoments(NamedTuple):
     value_variance: Tensor
     score_variance: Tensor
     weights: Tensor
+    score_max: Tensor
 
 
 def dense_attention(
@@ -70,6 +71,11 @@ def dense_attention(
         )
         weights = (safe - torch.where(alive, normalizer[..., None], 0.0)).exp() * alive
     log_weights = torch.where(weights > 0, weights, 1.0).log()
+    scores = total if sink is None else total[..., :-1]  # the sink is no key
+    rows = torch.full(scores.shape[:-1], -math.inf, dtype=query.dtype)
+    if scores.shape[-1]:
+        # By hand: amax shares the derivative among equal scores, and the first key is to have it.
+        rows = scores.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
     mean = weights @ value
     score_mean = (weights * plain).sum(-1, keepdim=True)
     return DenseMoments(
@@ -83,4 +89,5 @@ def dense_attention(
         ).sum(-2),
         score_variance=(weights * (plain - score_mean) ** 2).sum(-1),
         weights=weights,
+        score_max=rows,
     )

@@ -18,7 +18,11 @@ FIELDS = (
     "score_mean",
     "score_variance",
     "value_variance",
+    "score_max",
 )
+
+# What a number added to all scores of a query is added to; -inf where there is no key.
+LEVELS = ("log_normalizer", "score_max")
 
 
 def band_mask(m, n, lower=None, upper=None):

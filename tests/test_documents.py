@@ -49,7 +49,7 @@ def test_readme_table_is_what_was_measured():
         *("filtering", "lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
-        *("scaling", "distributed"),
+        *("scaling", "distributed", "recipes"),
     ],
 )
 def test_guides_run_in_order(page, capsys):
@@ -78,7 +78,10 @@ def taken_apart(text):
 
 
 # What takes minutes runs in a short form.
-ARGUMENTS = {"mean_flow_digits.py": ["--steps", "30"]}
+ARGUMENTS = {
+    "mean_flow_digits.py": ["--steps", "30"],
+    "evict_cache.py": ["--tokens", "48", "--budgets", "8", "16"],
+}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

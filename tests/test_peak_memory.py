@@ -38,6 +38,13 @@ def run(leaves, tangents, seed):
     elif kind == "fields":
         a = cm.attend(*leaves)
         a.entropy, a.score_variance, a.log_normalizer
+    elif kind == "key fields":
+        a = cm.attend(*leaves, is_causal=True)
+        total = a.received().square().sum() + a.score_max.sum() + a.top_keys(4).weights.sum()
+        torch.autograd.grad(total + a.renyi(2.0).sum(), leaves[:2])
+    elif kind == "rollout":
+        layers = [cm.attend(x, y) for x, y in ((leaves[0], leaves[1]), (leaves[1], leaves[2]))]
+        torch.autograd.grad(cm.rollout(layers, [0, -1]).square().sum(), leaves)
     elif kind == "sink":
         sink = leaves[0][..., 0]  # of each query
         a = cm.attend(*leaves, sink=sink, softcap=5.0, is_causal=True)
@@ -75,6 +82,13 @@ def test_below_128_megabytes_at_16384(kind):
 def test_a_sink_of_each_query_takes_no_matrix():
     """Value and gradient; as one more column of a bias, it would take 1024 MB several times."""
     assert growth("sink", 16384) < 256
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+@pytest.mark.parametrize("kind", ["key fields", "rollout"])
+def test_received_mass_and_top_keys_take_no_matrix(kind):
+    """Values and gradients; eager attention would hold several matrices of 1024 MB."""
+    assert growth(kind, 16384) < 256
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")

@@ -89,6 +89,9 @@ def test_public_surface():
         "NoSolutionError",
         "Outcome",
         "Poisson",
+        "Received",
+        "TopKeys",
+        "UnknownFieldError",
         "VonMisesFisher",
         "attend",
         "attend_packed",
@@ -108,6 +111,7 @@ def test_public_surface():
         "nn",
         "posterior",
         "project",
+        "rollout",
         "scaled_dot_product_attention",
         "sdpa_replaced",
     ]

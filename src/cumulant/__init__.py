@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from cumulant.attention import (
     Attended,
+    Received,
+    TopKeys,
     attend,
     attend_packed,
     merge,
+    rollout,
     scaled_dot_product_attention,
     sdpa_replaced,
 )
-from cumulant.core.errors import ConvergenceError, GroupError, InputError, NoSolutionError
+from cumulant.core.errors import (
+    ConvergenceError,
+    GroupError,
+    InputError,
+    NoSolutionError,
+    UnknownFieldError,
+)
 from cumulant.core.outcome import Outcome
 from cumulant.core.renamed import moved
 from cumulant.kernels.engines import engine
@@ -84,6 +93,9 @@ __all__ = [
     "NoSolutionError",
     "Outcome",
     "Poisson",
+    "Received",
+    "TopKeys",
+    "UnknownFieldError",
     "VonMisesFisher",
     "attend",
     "attend_packed",
@@ -103,6 +115,7 @@ __all__ = [
     "nn",
     "posterior",
     "project",
+    "rollout",
     "scaled_dot_product_attention",
     "sdpa_replaced",
 ]

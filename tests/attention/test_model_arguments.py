@@ -17,6 +17,7 @@ from cumulant.attention.inputs import prepare
 from cumulant.kernels.attention import attention
 from oracle import (
     FIELDS,
+    LEVELS,
     assert_close,
     band_mask,
     cotangent,
@@ -152,6 +153,7 @@ def test_a_sink_is_one_more_set_of_keys(seed, logit, n):
         "score_mean": p * b.score_mean,
         "score_variance": p * b.score_variance + p * w * b.score_mean**2,
         "value_variance": p[:, None] * b.value_variance + (p * w)[:, None] * b.mean**2,
+        "score_max": b.score_max,
     }
     for name in FIELDS:
         torch.testing.assert_close(getattr(a, name), expected[name], rtol=1e-9, atol=1e-9)
@@ -190,7 +192,7 @@ class TestEdges:
     def test_a_huge_sink_takes_all(self):
         a = cm.attend(*qkv(), sink=1e6)
         assert (a.log_normalizer == 1e6).all()
-        for name in set(FIELDS) - {"log_normalizer"}:
+        for name in set(FIELDS) - {*LEVELS}:
             assert (getattr(a, name) == 0).all(), name
 
     @pytest.mark.parametrize("how", ["no keys", "masked"])
@@ -200,9 +202,10 @@ class TestEdges:
         options = {} if how == "no keys" else {"attn_mask": torch.zeros(M, N, dtype=torch.bool)}
         a = cm.attend(q, k, v, sink=sink, **options)
         torch.testing.assert_close(a.log_normalizer, sink[:, None].expand(B, H, M))
-        for name in set(FIELDS) - {"log_normalizer"}:
+        assert (a.score_max == -math.inf).all()
+        for name in set(FIELDS) - {*LEVELS}:
             assert (getattr(a, name) == 0).all(), name
-        total = sum(getattr(a, name).sum() for name in FIELDS)
+        total = sum(finite(getattr(a, name)).sum() for name in FIELDS)
         *others, own = torch.autograd.grad(total, (q, k, v, sink), materialize_grads=True)
         assert all((g == 0).all() for g in others)
         torch.testing.assert_close(own, torch.full((H,), float(B * M), dtype=DOUBLE))
@@ -213,8 +216,9 @@ class TestEdges:
         given = [x.float() for x in qkv()]
         a = cm.attend(*given, attn_mask=bias, sink=-3e5 + 0.5)
         b = cm.attend(*given, sink=0.5)
-        for name in set(FIELDS) - {"log_normalizer"}:
+        for name in set(FIELDS) - {*LEVELS}:
             torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.score_max, b.score_max - 3e5)
 
     def test_values_are_the_keys_by_default(self):
         q, k, _ = qkv()

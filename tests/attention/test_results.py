@@ -360,7 +360,7 @@ class TestCopies:
         assert repr(a) == "Attended(mean (2, 8, 3, 6) float64; computed: nothing yet)"
         _ = a.entropy, a.mean
         assert repr(a) == "Attended(mean (2, 8, 3, 6) float64; computed: mean, entropy)"
-        assert repr(copy.deepcopy(a)).endswith(f"computed: {', '.join(FIELDS)})")
+        assert repr(copy.deepcopy(a)).endswith(f"computed: {', '.join(FIELDS)}, score_max_key)")
 
 
 @pytest.mark.parametrize("word", ["F", "R", "FF", "FR", "RF", "RR"])

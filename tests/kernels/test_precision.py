@@ -124,7 +124,11 @@ def compare(field, word, offset, call="plain", scores="common", sizes=(M, N, D))
     return [statistics.median(column) for column in zip(*errors, strict=True)]
 
 
-def assert_as_precise(word, offset, call="plain", scores="common", sizes=(M, N, D), fields=FIELDS):
+# Rounding decides which of two scores is the largest, so its derivatives jump.
+SMOOTH = tuple(name for name in FIELDS if name != "score_max")
+
+
+def assert_as_precise(word, offset, call="plain", scores="common", sizes=(M, N, D), fields=SMOOTH):
     worse = []
     for field in fields:
         ours, yardstick = compare(field, word, offset, call, scores, sizes)

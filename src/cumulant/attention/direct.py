@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Field
 from cumulant.attention.inputs import Call
+from cumulant.core.autodiff import on_tape
 from cumulant.core.lazy import Lazy, Snapshot, kept, known
 from cumulant.core.precision import widest
 from cumulant.core.typed import functions
 from cumulant.distributed.maps import total
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Moments, attention, expectation
+from cumulant.kernels.received import received, visible
+from cumulant.kernels.search import Largest, largest, scores_of
 
 __all__ = ["Direct"]
 
@@ -32,17 +35,25 @@ class Direct(Lazy):
         self._inputs = Snapshot(call.arguments.values())
 
     @property
+    def _batch(self) -> torch.Size:
+        return functions.broadcast_shapes(*(x.shape[:-2] for x in self._call.arguments.values()))
+
+    @property
     def shape(self) -> torch.Size:
         arguments = self._call.arguments
-        batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
-        size = (*batch, arguments["query"].shape[-2], arguments["value"].shape[-1])
+        size = (*self._batch, arguments["query"].shape[-2], arguments["value"].shape[-1])
         return self._call.finish(torch.empty(size, device="meta")).shape
 
     @property
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._call.arguments.values())
 
-    def ready(self, name: Field) -> None:
+    @property
+    def keys(self) -> int:
+        ring = self._call.options.ring
+        return self._call.arguments["key"].shape[-2] if ring is None else sum(ring.rows)
+
+    def ready(self, name: str) -> None:
         """Refuse a field if an input has changed since."""
         self._inputs.check(name, "an input of attend was")
 
@@ -73,7 +84,8 @@ class Direct(Lazy):
         lift = self._call.lift
         if lift is None:
             return None
-        return self._call.finish(lift.expand_as(self._moments().log_normalizer))
+        rows = self._call.arguments["query"].shape[-2]
+        return self._finish(lift.expand(*lift.shape[:-2], rows, 1))
 
     @kept
     def key_mean(self) -> Tensor:
@@ -81,10 +93,11 @@ class Direct(Lazy):
             return self.mean
         call = self._measure
         mean = attention({**call.arguments, "value": call.arguments["key"]}, call.options).mean
-        batch = functions.broadcast_shapes(
-            mean.shape[:-2], self._call.arguments["value"].shape[:-2]
-        )
-        return self._call.finish(mean.expand(*batch, *mean.shape[-2:]))
+        return self._finish(mean)
+
+    def _finish(self, x: Tensor) -> Tensor:
+        """A row quantity that did not see the values, with their batch, in the caller's shape."""
+        return self._call.finish(x.expand(*self._batch, *x.shape[-2:]))
 
     @kept
     def _scalars(self) -> Moments:
@@ -105,9 +118,11 @@ class Direct(Lazy):
             raise RuntimeError("the kernel did not return the entropy it was asked for")
         return self._call.finish(done)
 
+    def _without_values(self) -> dict[str, Tensor]:
+        return {n: x for n, x in self._measure.arguments.items() if n != "value"}
+
     def _with_normalizer(self) -> dict[str, Tensor]:
-        arguments = {n: x for n, x in self._measure.arguments.items() if n != "value"}
-        return {**arguments, "log_normalizer": self._moments().log_normalizer}
+        return {**self._without_values(), "log_normalizer": self._moments().log_normalizer}
 
     @kept
     def _score_mean(self) -> Tensor:
@@ -146,6 +161,58 @@ class Direct(Lazy):
         return self._call.finish(
             torch.cat([both[..., :features] + center, variance, normalizer], -1)
         )
+
+    @kept
+    def _top(self) -> Largest:
+        return largest(self._without_values(), self._measure.options)
+
+    @kept
+    def score_max(self) -> Tensor:
+        given = self._without_values()
+        if on_tape(*given.values()):
+            return self._finish(scores_of(given, self._measure.options, self._top))
+        for name in ("_with_entropy", "_scalars"):  # where it came with the entropy
+            found: Moments | None = known(self, name)
+            if found is not None and "score_max" in found.extras:
+                return self._finish(found.extras["score_max"])
+        return self._finish(self._top.score)
+
+    @property
+    def score_max_key(self) -> Tensor:
+        return self._finish(self._top.index)
+
+    def largest(self, k: int) -> Largest:
+        given, options = self._without_values(), self._measure.options
+        found = largest(given, options, k)
+        score = scores_of(given, options, found) if on_tape(*given.values()) else found.score
+        return Largest(self._finish(score), self._finish(found.index))
+
+    def received(self, share: Tensor) -> Tensor:
+        normalizer, options = self._moments().log_normalizer, self._measure.options
+        share = self._split(share)
+        return self._call.finish(received(self._without_values(), options, normalizer, share))
+
+    def seen(self, share: Tensor) -> Tensor:
+        _, queries = visible(self._without_values(), self._measure.options, self._split(share))
+        return self._call.finish(queries)
+
+    def _split(self, share: Tensor) -> Tensor:
+        groups = self._call.groups
+        return share if groups is None else groups.split("share", share)
+
+    def tempered(self, alpha: float) -> Tensor:
+        arguments, options = self._measure.arguments, self._measure.options
+        wide = widest(arguments["query"].device)
+        given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
+        value = given.pop("value")[..., :0]
+        if alpha == 0.0:
+            one = value.new_ones(()).expand(*given["query"].shape[:-1], 1)
+            return self._finish(visible(given, options, one)[0].log())
+        if alpha == math.inf:
+            return self._finish(scores_of(given, options, largest(given, options)))
+        given |= {n: alpha * given[n] for n in ("bias", "cap") if n in given}
+        hotter = replace(options, scale=alpha * options.scale)
+        return self._call.finish(attention({**given, "value": value}, hotter).log_normalizer)
 
 
 def _typical(mean: Tensor, value: Tensor) -> Tensor:

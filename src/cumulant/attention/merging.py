@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Attended, Field, Settled, Source, column_of
+from cumulant.attention.attended import Attended
+from cumulant.attention.held import Held
+from cumulant.attention.source import Field, Source, column_of
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept, known
 from cumulant.kernels.merge import HERE, Parts, Pool
+from cumulant.kernels.search import Largest, best
 
 __all__ = ["Joined", "merge"]
 
@@ -22,11 +26,15 @@ _PARTS = 32
 
 
 class _Pooled(NamedTuple):
-    """Key sets and their shares of the mass; the common `lift` is taken off."""
+    """Key sets and their shares of the mass; the common `lift` is taken off.
+
+    `gaps` is what this adds to the scores of each set, None if nothing.
+    """
 
     sets: tuple[Source, ...]
     pool: Pool
     lift: Tensor | None
+    gaps: tuple[Tensor, ...] | None
 
 
 class Joined(Lazy):
@@ -48,18 +56,23 @@ class Joined(Lazy):
         self.requires_grad = any(x.requires_grad for x in sets)
         self._parts = HERE if parts is None else parts  # no default: Dynamo cannot trace it
         self._lifted = lifted
+        self._first = 0  # the number of the first key
 
     def flatten(self) -> None:
         """Drop the merges behind this one; columns already computed stay."""
         self.sets = self.leaves
-        for key in [key for key in self._kept if key[0] == "_pooled"]:
+        for key in [key for key in self._kept if key[0] in ("_pooled", "_winner")]:
             self._kept.pop(key, None)
 
     @property
     def shape(self) -> torch.Size:
         return self.sets[0].shape
 
-    def ready(self, name: Field) -> None:
+    @property
+    def keys(self) -> int:
+        return sum(x.keys for x in self.sets)
+
+    def ready(self, name: str) -> None:
         """Ask each set, unless the column is already computed."""
         if known(self, column_of(name)) is None:
             for each in self.sets:
@@ -68,7 +81,7 @@ class Joined(Lazy):
     def _pool_of(self, sets: tuple[Source, ...], normalizers: Sequence[Tensor]) -> _Pooled:
         found = [each.lift for each in sets]
         if not self._lifted or (self._parts is HERE and all(x is None for x in found)):
-            return _Pooled(sets, Pool(normalizers, self._parts), None)
+            return _Pooled(sets, Pool(normalizers, self._parts), None, None)
         lifts = [
             torch.zeros_like(lowered) if lift is None else lift
             for lift, lowered in zip(found, normalizers, strict=True)
@@ -79,8 +92,9 @@ class Joined(Lazy):
         ]
         lift = self._parts.largest(own)
         lift = lift.masked_fill(lift == -math.inf, 0.0)
-        common = [G + (x - lift) for G, x in zip(normalizers, own, strict=True)]
-        return _Pooled(sets, Pool(common, self._parts), self._parts.own(lift))
+        gaps = tuple(x - lift for x in own)
+        common = [G + gap for G, gap in zip(normalizers, gaps, strict=True)]
+        return _Pooled(sets, Pool(common, self._parts), self._parts.own(lift), gaps)
 
     @kept
     def _pooled(self) -> _Pooled:
@@ -103,29 +117,29 @@ class Joined(Lazy):
 
     @kept
     def mean(self) -> Tensor:
-        sets, pool, _ = self._pooled
+        sets, pool, *_ = self._pooled
         return self._mixed(pool, _one_width("mean", [x.mean for x in sets]))
 
     @kept
     def key_mean(self) -> Tensor:
-        sets, pool, _ = self._pooled
+        sets, pool, *_ = self._pooled
         return self._mixed(pool, _one_width("key_mean", [x.key_mean for x in sets]))
 
     @kept
     def entropy(self) -> Tensor:
         for each in self.sets:
             _ = each.entropy  # first: it brings G and the mean with it
-        sets, pool, _ = self._pooled
+        sets, pool, *_ = self._pooled
         return pool.entropy(self._mixed(pool, pool.surprises([x.entropy for x in sets])))
 
     @kept
     def score_mean(self) -> Tensor:
-        sets, pool, _ = self._pooled
+        sets, pool, *_ = self._pooled
         return self._mixed(pool, [x.score_mean for x in sets])
 
     @kept
     def score_variance(self) -> Tensor:
-        sets, pool, _ = self._pooled
+        sets, pool, *_ = self._pooled
         pairs = [(x.score_mean, x.score_variance) for x in sets]
         return pool.variance(self.score_mean, pairs)
 
@@ -139,6 +153,59 @@ class Joined(Lazy):
         pool = self._pool_of(sets, [x[..., -1:] for x in own]).pool
         center = pool.mean([m for m, _ in pairs])
         return torch.cat([center, pool.variance(center, pairs), pool.log_normalizer()], -1)
+
+    def _levelled(self, scores: Sequence[Tensor], alpha: float = 1.0) -> list[Tensor]:
+        """Scores of each set without the common lift."""
+        bare = self._parts is HERE and all(x.lift is None for x in self.sets)
+        gaps = None if bare or alpha == 0.0 else self._pooled.gaps
+        if gaps is None:
+            return list(scores)
+        return [s + alpha * gap for s, gap in zip(scores, gaps, strict=True)]
+
+    def _numbered(self, keys: Sequence[Tensor]) -> list[Tensor]:
+        """Numbers in each set as numbers in all of them."""
+        before = accumulate((x.keys for x in self.sets), initial=self._first)
+        return [torch.where(x < 0, x, x + n) for x, n in zip(keys, before, strict=False)]
+
+    def _largest_of(self, scores: Sequence[Tensor]) -> Largest:
+        """The largest of a score of each set, and which set has it."""
+        found = self._parts.collect(self._levelled(scores))
+        return best([Largest(x, torch.full_like(x, n).long()) for n, x in enumerate(found)], 1)
+
+    @kept
+    def _winner(self) -> Largest:
+        return self._largest_of([x.score_max for x in self.sets])
+
+    @kept
+    def score_max(self) -> Tensor:
+        return self._winner.score
+
+    @kept
+    def score_max_key(self) -> Tensor:
+        keys = self._parts.collect(self._numbered([x.score_max_key for x in self.sets]))
+        return torch.cat(keys, -1).gather(-1, self._winner.index)
+
+    def largest(self, k: int) -> Largest:
+        found = [x.largest(k) for x in self.sets]
+        scores = self._parts.collect(self._levelled([x.score for x in found]))
+        keys = self._parts.collect(self._numbered([x.index for x in found]))
+        return best([Largest(*pair) for pair in zip(scores, keys, strict=True)], k)
+
+    def received(self, share: Tensor) -> Tensor:
+        sets, pool, *_ = self._pooled
+        share = self._parts.spread(share)
+        parts = [x.received(share * w) for x, w in zip(sets, pool.shares(), strict=True)]
+        return torch.cat(parts, -2)
+
+    def seen(self, share: Tensor) -> Tensor:
+        share = self._parts.spread(share)
+        return torch.cat([x.seen(share) for x in self.sets], -2)
+
+    def tempered(self, alpha: float) -> Tensor:
+        found = [x.tempered(alpha) for x in self.sets]
+        if alpha == math.inf:
+            return self._largest_of(found).score
+        return Pool(self._levelled(found, alpha), self._parts).log_normalizer()
 
 
 def _one_width(name: Field, columns: list[Tensor]) -> list[Tensor]:
@@ -175,7 +242,7 @@ def _cut(source: Source) -> Source:
     source.flatten()
     recorded = torch.is_grad_enabled() and source.requires_grad
     if len(source.leaves) > _PARTS and source._kept and not recorded and Mode.now().plain:
-        return Settled.of(source)
+        return Held.of(source)
     return source
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from cumulant.attention.attend import attend
-from cumulant.attention.attended import Attended, Field, Source
+from cumulant.attention.attended import Attended
 from cumulant.attention.inputs import Window
+from cumulant.attention.source import Source
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, kept
 from cumulant.core.typed import tolist
+from cumulant.kernels.search import Largest
 
 __all__ = ["attend_packed"]
 
@@ -33,7 +35,11 @@ class Packed(Lazy):
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._parts)
 
-    def ready(self, name: Field) -> None:
+    @property
+    def keys(self) -> int:
+        return sum(x.keys for x in self._parts)
+
+    def ready(self, name: str) -> None:
         """Ask each of the sequences."""
         for part in self._parts:
             part.ready(name)
@@ -72,6 +78,39 @@ class Packed(Lazy):
     @kept
     def value_moments(self) -> Tensor:
         return torch.cat([x.value_moments for x in self._parts], -2)
+
+    @kept
+    def score_max(self) -> Tensor:
+        return torch.cat([x.score_max for x in self._parts], -2)
+
+    @kept
+    def score_max_key(self) -> Tensor:
+        return self._numbered([x.score_max_key for x in self._parts])
+
+    def _numbered(self, keys: Sequence[Tensor]) -> Tensor:
+        """Numbers in each sequence as numbers in all of them."""
+        before = accumulate((x.keys for x in self._parts), initial=0)
+        moved = [torch.where(x < 0, x, x + n) for x, n in zip(keys, before, strict=False)]
+        return torch.cat(moved, -2)
+
+    def largest(self, k: int) -> Largest:
+        found = [x.largest(k) for x in self._parts]
+        score = torch.cat([x.score for x in found], -2)
+        return Largest(score, self._numbered([x.index for x in found]))
+
+    def _shares(self, share: Tensor) -> Iterator[tuple[Source, Tensor]]:
+        edges = accumulate((x.shape[-2] for x in self._parts), initial=0)
+        cuts = [share[..., a:b, :] for a, b in pairwise(edges)]
+        return zip(self._parts, cuts, strict=True)
+
+    def received(self, share: Tensor) -> Tensor:
+        return torch.cat([x.received(part) for x, part in self._shares(share)], -2)
+
+    def seen(self, share: Tensor) -> Tensor:
+        return torch.cat([x.seen(part) for x, part in self._shares(share)], -2)
+
+    def tempered(self, alpha: float) -> Tensor:
+        return torch.cat([x.tempered(alpha) for x in self._parts], -2)
 
 
 def attend_packed(

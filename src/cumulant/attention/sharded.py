@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Attended, Field
+from cumulant.attention.attended import Attended
 from cumulant.attention.direct import Direct
 from cumulant.attention.given import Given, Keywords, Shard
 from cumulant.attention.inputs import Call, prepare, sink_logits
@@ -81,7 +81,7 @@ def attend_sharded(
     else:
         own = Direct(call, values_are_keys=shard.values is None)
         parts = over_ranks(ranks, rows if route == "gather" else None)
-        whole = _Together(own, ranks, parts, lifted=max(masks) > 1, rows=rows[ranks.rank])
+        whole = _Together(own, shard, parts, lifted=max(masks) > 1, rows=rows[ranks.rank])
     if given.sink is None:
         return Attended(whole, call.dtype)
     compute = call.arguments["query"].dtype
@@ -89,7 +89,7 @@ def attend_sharded(
     return Attended(with_sink(whole, logits, keys.shape[-1]), call.dtype)
 
 
-def _meet(ranks: Ranks, name: Field, ready: Callable[[Field], None]) -> None:
+def _meet(ranks: Ranks, name: str, ready: Callable[[str], None]) -> None:
     """Fields are computed on first access, so all ranks must ask for the same one."""
     ranks.checked(f"attend(...).{name}", lambda: ready(name), lambda _: grad_mode())
 
@@ -101,7 +101,7 @@ class _Around(Direct):
         super().__init__(call, values_are_keys=values_are_keys)
         self._ranks = ranks
 
-    def ready(self, name: Field) -> None:
+    def ready(self, name: str) -> None:
         _meet(self._ranks, name, super().ready)
 
     @property
@@ -130,17 +130,25 @@ def _from_origin(call: Call) -> Call:
 class _Together(Joined):
     """Every rank attends to its own keys, and sums over ranks join the results."""
 
-    def __init__(self, own: Direct, ranks: Ranks, parts: Parts, *, lifted: bool, rows: int) -> None:
+    def __init__(
+        self, own: Direct, shard: ShardedKeys, parts: Parts, *, lifted: bool, rows: int
+    ) -> None:
         super().__init__([own], parts, lifted=lifted)
-        self._ranks = ranks
+        self._ranks = shard.ranks
         self._rows = rows
+        self._first = shard.before
+        self._keys = len(shard)
 
     @property
     def shape(self) -> torch.Size:
         *batch, _, width = super().shape
         return torch.Size((*batch, self._rows, width))
 
-    def ready(self, name: Field) -> None:
+    @property
+    def keys(self) -> int:
+        return self._keys
+
+    def ready(self, name: str) -> None:
         _meet(self._ranks, name, super().ready)
 
 

@@ -7,22 +7,26 @@ disjoint key sets (docs/theory.md, T1, T7), to any order and also in s, whatever
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from cumulant.attention.attended import Attended, Field, Source
+from cumulant.attention.attended import Attended
 from cumulant.attention.direct import Direct
 from cumulant.attention.inputs import Call
 from cumulant.attention.masks import lowered
 from cumulant.attention.merging import Joined
+from cumulant.attention.source import Source
 from cumulant.core.lazy import Snapshot
 from cumulant.core.precision import widest
+from cumulant.kernels.search import Largest
 
 __all__ = ["Sink", "attended", "with_sink"]
 
 
 class Sink:
-    """The source of the atom alone.
+    """The source of the atom alone. It is no key: it has no number, and receives nothing.
 
     Args:
         logits: ``(*batch, M, 1)``, sizes 1 where they repeat.
@@ -40,7 +44,9 @@ class Sink:
     def requires_grad(self) -> bool:
         return self._logits.requires_grad
 
-    def ready(self, name: Field) -> None:
+    keys = 0
+
+    def ready(self, name: str) -> None:
         """Refuse a field if the logits have changed since."""
         self._inputs.check(name, "the sink was")
 
@@ -79,6 +85,27 @@ class Sink:
     def value_moments(self) -> Tensor:
         moments = torch.cat([self._zeros(2 * self.shape[-1]), self.lowered], -1)
         return moments.to(widest(moments.device))
+
+    @property
+    def score_max(self) -> Tensor:
+        return self._zeros(1).masked_fill(self._zeros(1) == 0, -math.inf)
+
+    @property
+    def score_max_key(self) -> Tensor:
+        return torch.full((*self.shape[:-1], 1), -1, device=self._logits.device)
+
+    def largest(self, k: int) -> Largest:
+        return Largest(self.score_max, self.score_max_key)
+
+    def received(self, share: Tensor) -> Tensor:
+        return share[..., :0, :]
+
+    def seen(self, share: Tensor) -> Tensor:
+        return share[..., :0, :]
+
+    def tempered(self, alpha: float) -> Tensor:
+        logits = self.lowered.to(widest(self._logits.device))
+        return logits if alpha == math.inf else alpha * logits
 
 
 def with_sink(keys: Source, logits: Tensor, features: int) -> Joined:

@@ -13,6 +13,18 @@ class InputError(ValueError, RuntimeError):
     """
 
 
+class UnknownFieldError(InputError):
+    """A field of a result that nothing at hand determines; ``why`` says what is missing."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} is not known here: {why}")
+        self.name = name
+        self.why = why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnknownFieldError, (self.name, self.why)
+
+
 class ConvergenceError(RuntimeError):
     """An iteration did not reach its goal. The message is a diagnosis: what happened, the likely
     cause, what to try.

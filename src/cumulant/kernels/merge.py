@@ -35,6 +35,7 @@ class Parts:
         level: what is taken off the log-normalizers of all sets before they are exponentiated.
         spread: what `add` made, as each set sees it; the adjoint of `add`.
         own: of rows as a set sees them, those that `add` leaves here.
+        collect: a column of each set at hand to that of every set, on the rows that `add` leaves.
     """
 
     add: Callable[[Sequence[Columns]], list[Tensor]]
@@ -42,6 +43,7 @@ class Parts:
     level: Callable[[Sequence[Tensor]], Tensor]
     spread: Callable[[Tensor], Tensor]
     own: Callable[[Tensor], Tensor]
+    collect: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def _added(sets: Sequence[Columns]) -> list[Tensor]:
@@ -79,6 +81,7 @@ HERE = Parts(
     level=_typical,
     spread=_same,
     own=_same,
+    collect=list,
 )
 
 
@@ -111,7 +114,12 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
         peak = largest(xs)  # a mean would be one more message
         return peak.masked_fill(peak == -math.inf, 0.0)
 
-    return Parts(add, largest, level, spread, own)
+    def collect(xs: Sequence[Tensor]) -> list[Tensor]:
+        # Each rank's column in a place of its own, zeros elsewhere: a sum, so its adjoint is known.
+        places = [xs[0] if r == ranks.rank else torch.zeros_like(xs[0]) for r in range(ranks.size)]
+        return add([places])
+
+    return Parts(add, largest, level, spread, own, collect)
 
 
 class Pool:
@@ -152,6 +160,11 @@ class Pool:
         filled = self._filled()
         out = self._level + filled.log()
         return out if self._mass is None else out.masked_fill(self._mass == 0, -math.inf)
+
+    def shares(self) -> list[Tensor]:
+        """w_a of each set at hand, on the rows that it sees."""
+        mass = self._parts.spread(self._filled())
+        return [w / mass for w in self._weights]
 
     def mean(self, field: Sequence[Tensor]) -> Tensor:
         """sum_a w_a x_a."""
