@@ -46,7 +46,8 @@ def test_readme_table_is_what_was_measured():
     "page",
     [
         *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
-        *("filtering", "lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
+        *("filtering", "regimes", "tracking", "filtering-families", "coming-from-statsmodels"),
+        *("lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
         *("scaling", "distributed"),
@@ -78,7 +79,7 @@ def taken_apart(text):
 
 
 # What takes minutes runs in a short form.
-ARGUMENTS = {"mean_flow_digits.py": ["--steps", "30"]}
+ARGUMENTS = {"mean_flow_digits.py": ["--steps", "30"], "hamilton_gnp.py": ["--order", "1"]}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
