@@ -173,11 +173,12 @@ def _bootstrap(
     model = null.model.replace(
         initial_mean=start.initial_mean, initial_covariance=start.initial_covariance
     )
+    quick: dict[str, Any] = {**how, "standard_errors": False}
     steps, size = seen.observations.shape[-2], tuple(seen.observations.shape[:-2])
     more = 0
     for _ in range(draws):
         y = sample(model, steps, size, inputs=seen.inputs, generator=generator).observations
         y = torch.where(seen.observations.isnan(), torch.nan, y)
-        ends = [fit(m, y, **{**how, "standard_errors": False}).log_likelihood for m in models]
+        ends = [fit(m, y, **quick).log_likelihood for m in models]
         more += 2 * (ends[1] - ends[0]) >= ratio
     return (1 + more) / (1 + draws)
