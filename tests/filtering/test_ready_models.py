@@ -338,6 +338,7 @@ def test_scales_keep_the_structure_of_a_covariance():
         expected = scale @ model.dynamics_noise[j] @ scale
         assert torch.allclose(value[j], expected)
     assert torch.allclose(found.vector(model.unchecked({"dynamics_noise": value})), v)
+    assert torch.equal(found.blocks[0].value(torch.stack([v, v]))[1], value)  # a batch of points
     together = coordinates(model, {"dynamics_noise": torch.zeros(3, dtype=torch.long)})
     assert together.blocks[0].size == 2
     with pytest.raises(cm.InputError, match="no variance in group 0"):

@@ -37,6 +37,11 @@ class ScaleBlock:
         return int(self.mask.sum())
 
     @property
+    def constant(self) -> bool:
+        """Whether the covariance is the same at all steps and for all series."""
+        return self.start.ndim <= 3
+
+    @property
     def moving(self) -> Tensor:
         """The entries of the covariance that change."""
         free = self.groups >= 0
@@ -51,9 +56,9 @@ class ScaleBlock:
         return 0.5 * (value[self.mask] / self.start[self.mask]).log()
 
     def value(self, vector: Tensor) -> Tensor:
-        """The covariance at these scales."""
+        """The covariance at coordinates ``(*points, size)``."""
         count = int(self.groups.max()) + 1
-        logs = vector.reshape(*_shared(self.start), count)
+        logs = vector.reshape(*vector.shape[:-1], *_shared(self.start), count)
         held = torch.cat([logs, torch.zeros_like(logs[..., :1])], -1)  # group -1 is the last
         scale = held.index_select(-1, self.groups % (count + 1)).exp()
         return self.start * scale[..., :, None] * scale[..., None, :]
