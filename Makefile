@@ -59,6 +59,7 @@ fuzz: environment
 	$(FUZZ)/interrupts.py --rounds $(ROUNDS)
 	$(FUZZ)/smoothing.py --rounds $(ROUNDS)
 	$(FUZZ)/csv_files.py --rounds $(ROUNDS)
+	$(FUZZ)/intervals.py --rounds $(ROUNDS)
 	$(FUZZ)/model_types.py
 
 # The compiled engine under AddressSanitizer and UBSan.

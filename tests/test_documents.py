@@ -46,7 +46,8 @@ def test_readme_table_is_what_was_measured():
     "page",
     [
         *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
-        *("filtering", "lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
+        *("filtering", "regimes", "tracking", "filtering-families", "coming-from-statsmodels"),
+        *("lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
         *("scaling", "distributed", "recipes"),
@@ -81,6 +82,7 @@ def taken_apart(text):
 ARGUMENTS = {
     "mean_flow_digits.py": ["--steps", "30"],
     "evict_cache.py": ["--tokens", "48", "--budgets", "8", "16"],
+    "hamilton_gnp.py": ["--order", "1"],
 }
 
 

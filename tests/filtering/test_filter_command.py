@@ -82,7 +82,8 @@ def test_the_table_is_what_the_library_says(files, cumulant, collapse):
     smoothed, future = cm.filtering.smooth(model, post), cm.filtering.forecast(post, 4)
     rows = rows_of(out / "filtered.csv")
     assert [r["forecast"] for r in rows] == ["0"] * 30 + ["1"] * 4
-    assert [r["label"] for r in rows[-5:]] == ["2020-01-30", "+1", "+2", "+3", "+4"]
+    dates = ["2020-01-30", "2020-01-31", "2020-02-01", "2020-02-02", "2020-02-03"]
+    assert [r["label"] for r in rows[-5:]] == dates
     assert [r["step"] for r in rows] == [str(t + 1) for t in range(34)]
 
     def same(name, here, there):

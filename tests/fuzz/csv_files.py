@@ -109,7 +109,9 @@ def check_whole(rng: random.Random, folder: Path) -> bytes | None:
     if found.labels is not None and found.labels != next(iter(cells.values())):
         return made.content
     left = [n for n in cells if n not in found.names]
-    return None if all(_is_text(cells[n], made.decimal) for n in left) else made.content
+    labeled = [next(iter(cells))] if found.labels is not None else []
+    told = sorted(left) == sorted([*found.skipped, *labeled]) or not left
+    return None if told and all(_is_text(cells[n], made.decimal) for n in left) else made.content
 
 
 def _number(text: str, decimal: str) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
+from cumulant.cli.filter_regimes import Regimes, told_about
 from cumulant.cli.filter_report import Learned, copy_example, run_again, tell, tell_json
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
@@ -19,6 +20,7 @@ from cumulant.figures import need_matplotlib
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import fit
 from cumulant.filtering.forecasting import forecast
+from cumulant.filtering.frames import Labels
 from cumulant.filtering.model import SwitchingLinearGaussian
 from cumulant.filtering.model_files import Names, example_files, read_model, write_model
 from cumulant.filtering.picture import picture
@@ -26,7 +28,7 @@ from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.filtering.series import Series, counted, listed, read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
-from cumulant.filtering.tables import compared, summarize, table
+from cumulant.filtering.tables import compared, labels_of, summarize, table
 
 MOST_AHEAD = 100_000
 
@@ -57,12 +59,34 @@ def filter_series(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the table and the picture.")
     ] = Path("cumulant-filter"),
-    collapse: Annotated[
-        str,
+    regimes: Annotated[
+        str | None,
         typer.Option(
-            help="gpb2, gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1) Gaussians."
+            help="Fit this many regimes, or regimes of these names (low,high), without a model "
+            "file. Names go in rising order of what switches."
         ),
-    ] = "gpb2",
+    ] = None,
+    switching: Annotated[
+        str | None,
+        typer.Option(
+            help="What differs between --regimes: mean, variance, and coefficients with --ar. "
+            "Default: mean."
+        ),
+    ] = None,
+    order: Annotated[
+        int | None,
+        typer.Option("--ar", help="With --regimes: an autoregression of this order. Default: 0."),
+    ] = None,
+    starts: Annotated[
+        int | None,
+        typer.Option(help="With --regimes: number of starts of the search. Default: 4."),
+    ] = None,
+    collapse: Annotated[
+        str | None,
+        typer.Option(
+            help="gpb2 (default), gpb1, imm, exact, or k for GPB(k), which keeps M^(k-1) Gaussians."
+        ),
+    ] = None,
     columns: Annotated[
         str | None,
         typer.Option(help="Columns to filter, separated by commas. Default: all numeric columns."),
@@ -91,13 +115,17 @@ def filter_series(
 ) -> None:
     """Find the regimes and the hidden states of a series.
 
-    The model, a TOML file, is linear and Gaussian in each of its modes. The
+    --regimes fits a ready model by maximum likelihood and prints its estimates.
+    Or write a model, a TOML file, linear and Gaussian in each of its modes. The
     command writes a table (filtered.csv) and a picture (filter.png) to the
     output folder. Empty cells, NA and nan count as missing. Each row is one
     step, whatever its date.
 
     \b
     cumulant filter --example              see it work; get files to start from
+    cumulant filter growth.csv --regimes 2 --forecast 8
+    cumulant filter growth.csv --regimes recession,expansion --ar 1
+    cumulant filter returns.csv --regimes 2 --switching mean,variance
     cumulant filter series.csv --model model.toml
     cumulant filter series.csv -m model.toml --columns rate --forecast 8
     cumulant filter series.csv -m start.toml --fit     fit the numbers first
@@ -118,22 +146,30 @@ def filter_series(
     2 x 2. Also: emission_bias, dynamics_bias, states = ["trend"].
     """
     try:
-        kept = int(collapse) if collapse.isdecimal() and len(collapse) < 10 else collapse
+        kept = "gpb2" if collapse is None else collapse
+        kept = int(kept) if kept.isdecimal() and len(kept) < 10 else kept
         if not 0 <= ahead <= MOST_AHEAD:
             raise InputError(f"--forecast must be from 0 to {MOST_AHEAD}, not {ahead}.")
         if example and (series is not None or model is not None or columns is not None):
             raise InputError("--example has its own series and model; leave out yours.")
         if example:
             series, model = example_files()
-        if series is None or model is None:
+        asked = Regimes.asked(regimes, switching, order, starts, learn or model is not None)
+        if series is None or (model is None and asked is None):
             raise InputError(
-                f"{'SERIES (a CSV file)' if series is None else '--model (a TOML file)'} is "
-                "missing; cumulant filter --example shows one of each."
+                "SERIES (a CSV file) is missing; cumulant filter --example shows one."
+                if series is None
+                else "--regimes (how many) or --model (a TOML file) is missing; cumulant filter "
+                "--example shows a model."
             )
-        run = _read(series, model, columns, output)
+        if asked is not None and collapse is None:
+            kept = asked.collapse
+        run = _read(series, model, asked, columns, output)
         _bounded(run, scheme_of("--collapse", kept), ahead)
         make_folder(output)
-        if learn:
+        if asked is not None:
+            run = _regimes(run, asked, kept)
+        elif learn:
             run = _fitted(run, kept)
         _work(run, kept, ahead, draw, as_json, example)
     except KeyboardInterrupt:
@@ -141,9 +177,12 @@ def filter_series(
         raise typer.Exit(130) from None
 
 
-def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
+def _read(
+    series: Path, model: Path | None, asked: Regimes | None, columns: str | None, folder: Path
+) -> _Run:
     """All input, checked."""
-    parameters, names = read_model(model)
+    ready = None if asked is None else asked.model()
+    parameters, names = (ready, ready.names) if ready is not None else read_model(_there(model))
     chosen = None
     if columns is not None:
         try:
@@ -151,6 +190,7 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
         except csv.Error as error:
             raise InputError(f"--columns must be names separated by commas: {error}.") from None
     found = read_series(series, chosen)
+    told_about(series, found)
     p = parameters.observation_size
     if found.values.shape[-1] != p:
         raise InputError(
@@ -166,6 +206,12 @@ def _read(series: Path, model: Path, columns: str | None, folder: Path) -> _Run:
     if bool(found.values.isnan().all()):
         raise InputError(f"{series} has no observation at all: every cell is missing.")
     return _Run(found, parameters, names, folder)
+
+
+def _there(model: Path | None) -> Path:
+    if model is None:
+        raise InputError("--model (a TOML file) is missing.")
+    return model
 
 
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:
@@ -203,16 +249,33 @@ def _work(
     (tell_json if as_json else tell)(run.series, post, modes, written, again, run.learned)
 
 
+def _regimes(run: _Run, asked: Regimes, collapse: str | int) -> _Run:
+    """The run with a ready model, fitted; names are those of the fitted order."""
+    with Shown("fitting") as progress:
+        how: Any = {"progress": _shown(progress), "throw": False}
+        found = fit(run.model, run.series.values, collapse=collapse, starts=asked.starts, **how)
+    labels = Labels(labels_of(run.series), tuple(run.series.names))
+    found = replace(found, evidence=found.evidence._replace(labels=labels))
+    path = write_model(run.folder / "fitted.toml", found.model, run.names)
+    if not found.converged:
+        typer.echo(f"cumulant: the fit has not converged: {found.status}", err=True)
+    return run._replace(model=found.model, learned=Learned([], found, path, found.summary()))
+
+
+def _shown(progress: ProgressCallback) -> ProgressCallback:
+    def show(now: Progress) -> None:
+        progress(replace(now, what=f"fitting: log-likelihood {now.value:.6g}"))
+
+    return show
+
+
 def _fitted(run: _Run, collapse: str | int) -> _Run:
     """The run with the most likely parameters, in the order and by the names of the file."""
+    y = run.series.values
     with Shown("fitting") as progress:
-
-        def show(now: Progress) -> None:
-            progress(replace(now, what=f"fitting: log-likelihood {now.value:.6g}"))
-
-        y = run.series.values
+        how: Any = {"progress": _shown(progress), "throw": False}
         # order_by=False: the names of the file belong to its order.
-        found = fit(run.model, y, collapse=collapse, progress=show, order_by=False, throw=False)
+        found = fit(run.model, y, collapse=collapse, order_by=False, **how)
     path = write_model(run.folder / "fitted.toml", found.model, run.names)
     typer.echo(
         f"cumulant: fitted, log-likelihood {found.log_likelihood:.6g} after {found.steps} steps "

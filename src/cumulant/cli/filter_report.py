@@ -18,31 +18,40 @@ from cumulant.filtering.fitting import Fit
 from cumulant.filtering.model_files import EXAMPLE, example_files
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.series import Series
+from cumulant.filtering.summary import Summary
 from cumulant.filtering.tables import ModeSummary, RegimeChange, labels_of
 
 __all__ = ["Learned", "copy_example", "run_again", "tell", "tell_json"]
 
 
 class Learned(NamedTuple):
-    """What ``--fit`` made of each regime of the file, the fit, and where its model is."""
+    """What ``--fit`` made of each regime of the file, the fit, and where its model is.
+
+    A model that ``--regimes`` made has a summary instead of changes.
+    """
 
     regimes: list[RegimeChange]
     found: Fit
     path: Path
+    summary: Summary | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         found = self.found
+        table = {} if self.summary is None else self.summary.as_dict()
+        design = getattr(found.model, "design", None)
         return {
+            **({"about": str(design)} if design is not None else {}),
             "log_likelihood": found.log_likelihood,
             "aic": found.aic,
             "bic": found.bic,
+            "hqic": found.hqic,
             "steps": found.steps,
             "converged": found.converged,
             "status": str(found.status),
             "message": found.message,
             "model": str(self.path),
-            "regimes": [change._asdict() for change in self.regimes],
+            **(table or {"regimes": [change._asdict() for change in self.regimes]}),
         }
 
 
@@ -79,7 +88,7 @@ def tell_json(
 ) -> None:
     """The summary for machines, alone on standard output."""
     report: dict[str, Any] = {
-        "log_likelihood": float(post.log_likelihood),
+        "log_likelihood": _log_likelihood(post, learned),
         "steps": post.steps,
         "observed": int((~series.values.isnan()).sum()),
         "collapse": post.scheme.name,
@@ -94,6 +103,13 @@ def tell_json(
     typer.echo(json.dumps(report))
 
 
+def _log_likelihood(post: Posterior, learned: Learned | None) -> float:
+    """Of the fit, which may take the first observations as given, or of all observations."""
+    if learned is not None and learned.summary is not None:
+        return learned.found.log_likelihood
+    return float(post.log_likelihood)
+
+
 def tell(
     series: Series,
     post: Posterior,
@@ -104,6 +120,10 @@ def tell(
 ) -> None:
     """The summary for people."""
     labels = labels_of(series)
+    console = Console()
+    ready = learned is not None and learned.summary is not None
+    if learned is not None and ready:
+        _tell_summary(console, series, learned)
     title = f"{', '.join(series.names)}: {labels[0]} to {labels[-1]}"
     shown = RichTable("mode", title=as_text(title))
     shown.add_column("share of time", justify="right")
@@ -119,13 +139,14 @@ def tell(
         lines += [f"and {more} more"] if more > 0 else []
         told = "\n".join(map(as_text, lines)) or "never the most probable"
         shown.add_row(as_text(mode.name), f"{mode.share:.1%}", long, told)
-    console = Console()
     console.print(shown)
     cells = series.values.numel()
     gone = int(series.values.isnan().sum())
     missing = f", {gone} of {cells} observations missing" if gone else ""
-    console.print(f"log-likelihood {float(post.log_likelihood):.3f} ({post.steps} steps{missing})")
-    if learned is not None:
+    # What a fit takes as given does not count in its likelihood, which the table shows.
+    told = "" if ready else f"log-likelihood {float(post.log_likelihood):.3f} "
+    console.print(f"{told}({post.steps} steps{missing})")
+    if learned is not None and not ready:
         console.print("fitted; each regime keeps the name of the one in the model it matches:")
         for change in learned.regimes:
             console.print(f"  {change}", markup=False, soft_wrap=True, highlight=False)
@@ -134,3 +155,16 @@ def tell(
     if again is not None:
         console.print("change the model and run again:", markup=False)
         console.print(f"  {again}", markup=False, soft_wrap=True, highlight=False)
+
+
+def _tell_summary(console: Console, series: Series, learned: Learned) -> None:
+    """What was fitted in a sentence, and the table of its estimates."""
+    labels, found = labels_of(series), learned.found
+    design = getattr(found.model, "design", "a model")
+    count = f"{found.observation_count} observations"
+    told = (
+        f"Fitted by maximum likelihood: {design}. The series is {series.names[0]}, "
+        f"{labels[0]} to {labels[-1]}, {count}."
+    )
+    console.print(told, markup=False, highlight=False)
+    console.print(str(learned.summary), markup=False, highlight=False, soft_wrap=True)

@@ -14,8 +14,21 @@ from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.nonlinear import SwitchingNonlinear
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
+from cumulant.filtering.predictive import residuals
+from cumulant.filtering.ready import (
+    autoregression,
+    dynamic_factor,
+    local_level,
+    local_linear_trend,
+    seasonal,
+    switching_mean_variance,
+)
+from cumulant.filtering.selection import RegimeComparison, compare_regimes
 from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
+from cumulant.filtering.structure import ReadyModel
+from cumulant.filtering.summary import Summary
+from cumulant.filtering.tracking import constant_velocity, coordinated_turn
 
 __all__ = [
     "AttentionMessages",
@@ -27,25 +40,38 @@ __all__ = [
     "Merge",
     "Permute",
     "Posterior",
+    "ReadyModel",
+    "RegimeComparison",
     "Renew",
     "Sample",
     "Scale",
     "Smoothed",
+    "Summary",
     "SwitchingConjugate",
     "SwitchingLinearGaussian",
     "SwitchingNonlinear",
     "attention_as_imm",
+    "autoregression",
+    "compare_regimes",
+    "constant_velocity",
+    "coordinated_turn",
+    "dynamic_factor",
     "filter",
     "fit",
     "forecast",
+    "local_level",
+    "local_linear_trend",
     "picture",
     "push",
     "read_model",
     "read_series",
+    "residuals",
     "sample",
+    "seasonal",
     "sinkhorn",
     "sinkhorn_attention",
     "smooth",
+    "switching_mean_variance",
     "transition_from_mixing",
     "update",
 ]

@@ -22,7 +22,7 @@ from cumulant.core.typed import linalg
 from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank
-from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
@@ -112,7 +112,8 @@ def _check_one(model: SwitchingLinearGaussian, name: str, mask: Tensor) -> None:
             f"{tuple(x.shape)}; method='lbfgs' learns it."
         )
     plain = name in ("transition", "initial") or name.endswith(("noise", "covariance"))
-    if not plain and not bool(mask.all()):
+    each = mask.diagonal(dim1=-2, dim2=-1) if name in COVARIANCES else mask
+    if (not plain or name in COVARIANCES) and not bool(each.all()):
         raise InputError(f"fit: EM moves all of {name} or none of it; method='lbfgs' takes masks.")
 
 

@@ -17,7 +17,8 @@ from cumulant.core.progress import ProgressCallback
 from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
 from cumulant.core.typed import linalg
-from cumulant.filtering.frames import PandasLike, parameter_frame
+from cumulant.filtering.evidence import Evidence, FitReport, steps_given
+from cumulant.filtering.frames import PandasLike, labels_of, parameter_frame
 from cumulant.filtering.kalman import inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.model_checks import series
@@ -25,6 +26,7 @@ from cumulant.filtering.parameters import Free, coordinates
 from cumulant.filtering.recursion import bounded, scheme_of
 from cumulant.filtering.regimes import OrderBy, exchangeable, matched, rising, sorted_by
 from cumulant.filtering.search import Limits, Point, Problem, em, lbfgs
+from cumulant.filtering.structure import started
 
 if TYPE_CHECKING:
     from cumulant.filtering.frames import DataFrame
@@ -35,8 +37,8 @@ SEARCHES = {"lbfgs": lbfgs, "em": em}
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A fitted model.
+class Fit(FitReport):
+    """A fitted model, and the series it was fitted to.
 
     Attributes:
         model: the model at the maximum.
@@ -52,6 +54,8 @@ class Fit:
         parameter_count: how many numbers were free.
         observation_count: how many numbers were observed.
         free: names of the free parameters.
+        evidence: the observations and how they were filtered; ``found.posterior`` and
+            ``found.smoothed`` are what the fitted model says about them.
     """
 
     model: SwitchingLinearGaussian
@@ -65,6 +69,7 @@ class Fit:
     parameter_count: int
     observation_count: int
     free: tuple[str, ...]
+    evidence: Evidence
 
     @property
     def converged(self) -> bool:
@@ -119,7 +124,9 @@ def fit(
         free: names of the parameters to learn, or a dict from names to True, to a mask of the
             entries that move or, for covariances, to ``"diagonal"`` or ``"dense"``. Default:
             transition, biases, inputs and nonsingular noises; `dynamics` and `emission` are
-            structure unless named. Zeros in `transition` stay zero, diagonal noises diagonal.
+            structure unless named. Zeros in `transition` stay zero, diagonal noises diagonal. For
+            covariances also an integer for each element, its group: Q = S Q_0 S with one scale for
+            each group, -1 where it stays. A `ReadyModel` has its own default.
         method: ``"lbfgs"``, or ``"em"``: closed-form steps, robust far from the maximum but slow
             near it. EM is exact where the smoother is, and stops where its approximation stops
             gaining.
@@ -167,18 +174,27 @@ def fit(
         starts = whole("fit", "starts", starts, 1)
         spread = real("fit", "spread", spread, least=0.0)
         draws = generator_or("fit", generator, 0)
+        gaussian_model("fit", model)
+        given, model = model, started(model, observations)
         problem = _problem(model, observations, free, collapse, lengths, inputs)
+        if problem.given and method == "em":
+            raise InputError(
+                "fit: EM counts every observation, but this model takes the first "
+                f"{problem.given} as given; method='lbfgs' fits it."
+            )
         start = problem.coordinates.model
         if start.modes > 1 and order_by is not None and order_by is not False:
             rising(start, order_by)
         best, reached = _climb(problem, method, starts, spread, draws, limits)
         fitted, order, was, said = _arranged(problem, best, order_by)
+        if model is not given:  # modes of a start that nobody gave have no order but the fit's
+            was, said = tuple(range(model.modes)), []
         errors = None
         if standard_errors:
             errors = _standard_errors(problem, fitted, order)
             said.append(_about(errors, best.code))
         found = Fit(
-            model._again({n: x.detach() for n, x in fitted.parameters.items()}),
+            model.permute(was)._again({n: x.detach() for n, x in fitted.parameters.items()}),
             was,
             best.value,
             errors,
@@ -189,6 +205,7 @@ def fit(
             best.vector.numel(),
             problem.count,
             tuple(block.name for block in problem.coordinates.blocks),
+            Evidence.of(problem, order, labels_of(observations)),
         )
     return found.status.check("fit", found, found.message) if throw else found
 
@@ -210,7 +227,6 @@ def _problem(
     inputs: Any,
 ) -> Problem:
     """The input, checked; tensors made in inference mode are copied, since autograd needs them."""
-    gaussian_model("fit", model)
     y = series("fit", model, observations, lengths)
     y = y.clone() if y.is_inference() else y
     if 0 in y.shape:
@@ -223,7 +239,7 @@ def _problem(
     model = model.unchecked(
         {name: x.clone() for name, x in model.parameters.items() if x.is_inference()}
     )
-    return Problem(y, u, scheme, coordinates(model, free))
+    return Problem(y, u, scheme, coordinates(model, free), steps_given(model, y))
 
 
 def _climb(
@@ -242,7 +258,7 @@ def _climb(
         last = Point(begin + spread * beside)
         SEARCHES[method](problem, last, limits)
         reached.append(last.value)
-        if last.value > best.value:
+        if _sound(last) > _sound(best):
             best = last
         if last.code == Code.INTERRUPTED:
             best.ended(last.code, last.message)
@@ -253,6 +269,12 @@ def _climb(
             "filter first."
         )
     return best, reached
+
+
+def _sound(point: Point) -> tuple[bool, float]:
+    """What makes an end better: a likelihood grows without bound where a variance goes to zero."""
+    ran_off = point.code in (Code.STALLED, Code.NOT_FINITE)
+    return math.isfinite(point.value) and not ran_off, point.value
 
 
 def _arranged(

@@ -57,7 +57,8 @@ def forecast(post: Posterior, steps: int, *, inputs: Tensor | None = None) -> Po
     # GPB1 would forget between steps which state belongs to which mode.
     scheme = post.scheme if post.scheme.memory != 1 else Scheme(2, False, post.scheme.name)
     found = run(bank, scheme, post.beliefs[-1], alike=False)
-    return replace(found, labels=None if post.labels is None else post.labels.ahead(steps))
+    labels = None if post.labels is None else post.labels.ahead(steps)
+    return replace(found, labels=labels, past=post)
 
 
 class Sample(NamedTuple):

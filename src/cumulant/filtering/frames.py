@@ -19,7 +19,18 @@ from cumulant.core.typed import tolist
 if TYPE_CHECKING:
     from pandas import DataFrame as DataFrame  # pyright: ignore[reportMissingTypeStubs]
 
-__all__ = ["Labels", "ModeNames", "PandasLike", "frame", "is_pandas", "labels_of", "values_of"]
+__all__ = [
+    "Labels",
+    "ModeNames",
+    "PandasLike",
+    "frame",
+    "is_pandas",
+    "labels_of",
+    "mode_names",
+    "need_pandas",
+    "state_names",
+    "values_of",
+]
 
 
 class PandasLike(Protocol):
@@ -64,7 +75,7 @@ class Labels(NamedTuple):
         name = getattr(y, "name", None) if is_pandas(y) else None
         more = self.ahead(1).index
         if name is not None and (more is None or more[0] != name):
-            more = _pandas().Index([name], name=self.index.name)
+            more = need_pandas().Index([name], name=self.index.name)
         return self._replace(index=None if more is None else self.index.append(more))
 
     def ahead(self, steps: int) -> Labels:
@@ -73,7 +84,7 @@ class Labels(NamedTuple):
 
 
 def _following(index: Any, steps: int) -> Any:
-    pd, last = _pandas(), index[-1]
+    pd, last = need_pandas(), index[-1]
     if isinstance(index, pd.PeriodIndex):
         return pd.period_range(last + 1, periods=steps, freq=index.freq, name=index.name)
     if isinstance(index, pd.DatetimeIndex):
@@ -121,7 +132,7 @@ def frame(owner: str, columns: dict[str, Tensor], labels: Labels | None, steps: 
                 f"{owner}: one series makes a frame, but the batch has shape "
                 f"{tuple(x.shape[:-1])}; filter them one at a time."
             )
-    pd = _pandas()
+    pd = need_pandas()
     index = None if labels is None else labels.index
     index = pd.RangeIndex(steps, name="step") if index is None else index
     return pd.DataFrame({n: x.detach().cpu().numpy() for n, x in columns.items()}, index=index)
@@ -131,12 +142,21 @@ def state_columns(
     names: ModeNames, probabilities: Tensor, mean: Tensor, covariance: Tensor
 ) -> dict[str, Tensor]:
     """Probabilities of the modes, means and standard deviations of the states, by name."""
-    modes: Any = names if names is None else getattr(names, "modes", names)
-    states: Any = getattr(names, "states", None)
-    modes = _counted("mode", modes, probabilities.shape[-1])
-    states = _counted("state", states, mean.shape[-1])
+    modes = mode_names(names, probabilities.shape[-1])
+    states = state_names(names, mean.shape[-1])
     out = {f"P({m})": x for m, x in zip(modes, probabilities.unbind(-1), strict=True)}
     return out | moment_columns(states, mean, covariance)
+
+
+def mode_names(names: ModeNames, count: int) -> list[str]:
+    """The names of the modes; mode 1, mode 2, ... by default."""
+    given: Any = names if names is None else getattr(names, "modes", names)
+    return _counted("mode", given, count)
+
+
+def state_names(names: ModeNames, count: int) -> list[str]:
+    """The names of the states; state 1, state 2, ... by default."""
+    return _counted("state", getattr(names, "states", None), count)
 
 
 def moment_columns(names: Iterable[str], mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -151,13 +171,13 @@ def moment_columns(names: Iterable[str], mean: Tensor, covariance: Tensor) -> di
 def _counted(what: str, names: Sequence[str] | None, count: int) -> list[str]:
     found = [f"{what} {k + 1}" for k in range(count)] if names is None else list(names)
     if len(found) != count or len(set(found)) != count:
-        raise InputError(f"to_pandas: {count} different names of {what}s are needed, not {found}.")
+        raise InputError(f"{count} different names of {what}s are needed, not {found}.")
     return found
 
 
 def parameter_frame(parameters: dict[str, Tensor], errors: dict[str, Tensor] | None) -> DataFrame:
     """One row for each entry of each parameter: its estimate and its standard error."""
-    pd = _pandas()
+    pd = need_pandas()
     rows: list[tuple[str, str, float, float]] = []
     for name, x in parameters.items():
         error = None if errors is None else errors.get(name)
@@ -169,7 +189,8 @@ def parameter_frame(parameters: dict[str, Tensor], errors: dict[str, Tensor] | N
     return table.set_index(["parameter", "entry"])
 
 
-def _pandas() -> Any:
+def need_pandas() -> Any:
+    """pandas, or an error that says how to get it."""
     try:
         return import_module("pandas")
     except ImportError:

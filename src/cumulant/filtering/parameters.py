@@ -16,6 +16,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg
 from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.scales import ScaleBlock, scale_block
 
 __all__ = ["Block", "Coordinates", "Free", "coordinates"]
 
@@ -40,16 +41,21 @@ class Block:
     def size(self) -> int:
         return int(self.mask.sum())
 
-    def moved(self, model: SwitchingLinearGaussian, order: list[int]) -> Block:
-        """The block around another model, whose modes are in another order."""
-        start = model.parameters[self.name].detach()
+    @property
+    def moving(self) -> Tensor:
+        """The entries of the parameter that change."""
+        if self.name in PROBABILITIES:
+            return (self.start > 0) & (self.mask.any(-1, keepdim=True))
+        return self.mask | self.mask.mT if self.name in COVARIANCES else self.mask
+
+    def moved(self, parameter: Tensor, order: Tensor) -> Block | ScaleBlock:
+        """The block around another value, whose modes are in another order."""
         if self.name in PROBABILITIES:  # the likeliest entries may be others now
-            return _block(self.name, start, True)
+            return _block(self.name, parameter, True)
         tail, mask = len(SHAPES[self.name]), self.mask
         if mask.ndim > tail:
-            at = torch.as_tensor(order, device=mask.device)
-            mask = mask.index_select(-tail - 1, at)
-        return Block(self.name, start, mask)
+            mask = mask.index_select(-tail - 1, order)
+        return Block(self.name, parameter, mask)
 
     def vector(self, value: Tensor) -> Tensor:
         """The free coordinates of a value."""
@@ -86,7 +92,7 @@ class Coordinates:
     """A model's free parameters as one vector."""
 
     model: SwitchingLinearGaussian
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block | ScaleBlock, ...]
 
     def vector(self, model: SwitchingLinearGaussian) -> Tensor:
         """Where a model lies."""
@@ -104,11 +110,14 @@ class Coordinates:
 
     def moved(self, model: SwitchingLinearGaussian, order: list[int]) -> Coordinates:
         """The same coordinates around another model, whose modes are in another order."""
-        return Coordinates(model, tuple(b.moved(model, order) for b in self.blocks))
+        at = torch.as_tensor(order, device=model.device)
+        moved = (b.moved(model.parameters[b.name].detach(), at) for b in self.blocks)
+        return Coordinates(model, tuple(moved))
 
 
 def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinates:
     """The coordinates that `fit` moves; see there for `free`."""
+    free = getattr(model, "free", None) if free is None else free
     if free is None:
         chosen: dict[str, Any] = {
             name: True
@@ -126,7 +135,7 @@ def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinate
         chosen = dict.fromkeys(names, True)
     functions = getattr(model, "functions", {})
     known = {"transition", "initial", *SHAPES} - set(functions)
-    blocks: list[Block] = []
+    blocks: list[Block | ScaleBlock] = []
     for name, how in chosen.items():
         if name not in known or name not in model.parameters:
             have = ", ".join(n for n in model.parameters if n in known)
@@ -142,7 +151,9 @@ def _singular(covariance: Tensor) -> bool:
     return bool((linalg.cholesky_ex(covariance).info != 0).any())
 
 
-def _block(name: str, start: Tensor, how: Any) -> Block:
+def _block(name: str, start: Tensor, how: Any) -> Block | ScaleBlock:
+    if name in COVARIANCES and isinstance(how, Tensor) and how.dtype == torch.long:
+        return scale_block(name, start, how.to(start.device))
     every = torch.ones_like(start, dtype=torch.bool)
     if name in PROBABILITIES:
         if how is not True:

@@ -24,7 +24,19 @@ from cumulant.filtering.tables import deviations, episodes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["picture"]
+__all__ = [
+    "Time",
+    "draw_modes",
+    "draw_state",
+    "joined",
+    "legends",
+    "picture",
+    "shade",
+    "short",
+    "spread_of",
+    "ticks",
+    "time_of",
+]
 
 BAND = 1.96  # standard deviations to each side: 95 % of a Gaussian
 MOST_ROWS = 6  # of observations, and of states
@@ -33,7 +45,7 @@ STATE_COLOR, BAND_COLOR = COLORS[3], "#b9c0cf"
 MODE_COLORS = tuple(COLORS[i] for i in (0, 1, 2, 4, 5, 3))
 
 
-class _Time(NamedTuple):
+class Time(NamedTuple):
     """Where the steps stand on the axis, and where the observed ones end."""
 
     at: Any
@@ -89,7 +101,7 @@ def picture(
     ahead: list[Filtered] = [post]
     if forecast is not None:
         known, ahead = [*known, forecast], [*ahead, forecast]
-    time = _time(labels, post.steps, 0 if forecast is None else forecast.steps)
+    time = time_of(labels, post.steps, 0 if forecast is None else forecast.steps)
     rows, more = min(y.shape[-1], MOST_ROWS), min(len(states), MOST_ROWS)
     heights = [2.3 if rows == 1 else 1.7] * rows + [2.3 if more == 1 else 1.7] * more + [1.7]
     with style():
@@ -98,42 +110,42 @@ def picture(
         panels = list(axes[:, 0])
         _observations(panels[:rows], time, y, ahead, columns)
         _states(panels[rows:-1], time, known, states, smoothed is not None)
-        probabilities = _joined(known, "mode_probabilities")
+        probabilities = joined(known, "mode_probabilities")
         for k, panel in enumerate(panels[:-1]):
-            _shade(panel, time, probabilities, modes if k == 0 else None)
-        so_far = None if smoothed is None else _joined(ahead, "mode_probabilities")
-        _modes(panels[-1], time, modes, probabilities, so_far)
-        _legends(panels, time, forecast is not None)
-        _ticks(panels[-1], time)
-        _left_out(figure, y.shape[-1] - rows, len(states) - more)
+            shade(panel, time, probabilities, modes if k == 0 else None)
+        so_far = None if smoothed is None else joined(ahead, "mode_probabilities")
+        draw_modes(panels[-1], time, modes, probabilities, so_far)
+        legends(panels, time, forecast is not None)
+        ticks(panels[-1], time)
+        left_out(figure, y.shape[-1] - rows, len(states) - more)
         if path is not None:
             write_figure(figure, path)
     return figure
 
 
 def _observations(
-    panels: list[Any], time: _Time, y: Tensor, ahead: Sequence[Filtered], columns: Sequence[str]
+    panels: list[Any], time: Time, y: Tensor, ahead: Sequence[Filtered], columns: Sequence[str]
 ) -> None:
-    mean, spread = _joined(ahead, "observation_mean"), _spread(ahead, "observation_covariance")
+    mean, spread = joined(ahead, "observation_mean"), spread_of(ahead, "observation_covariance")
     for k, panel in enumerate(panels):
         _series(panel, time, y[:, k], mean[:, k], spread[:, k])
-        panel.set_title(_short(columns[k], 70))
+        panel.set_title(short(columns[k], 70))
 
 
 def _states(
     panels: list[Any],
-    time: _Time,
+    time: Time,
     known: Sequence[Filtered | Smoothed],
     names: Sequence[str],
     smoothed: bool,
 ) -> None:
-    mean, spread = _joined(known, "mean"), _spread(known, "covariance")
+    mean, spread = joined(known, "mean"), spread_of(known, "covariance")
     for k, panel in enumerate(panels):
-        _state(panel, time, mean[:, k], spread[:, k], smoothed)
-        panel.set_title(_short(names[k], 70))
+        draw_state(panel, time, mean[:, k], spread[:, k], smoothed)
+        panel.set_title(short(names[k], 70))
 
 
-def _legends(panels: list[Any], time: _Time, forecast: bool) -> None:
+def legends(panels: list[Any], time: Time, forecast: bool) -> None:
     """The legend of each panel, and a line where the forecast begins."""
     for k, panel in enumerate(panels):
         if forecast:
@@ -145,7 +157,7 @@ def _legends(panels: list[Any], time: _Time, forecast: bool) -> None:
             line.set(linewidth=max(line.get_linewidth(), 0.9), alpha=1.0)
 
 
-def _left_out(figure: Any, observations: int, states: int) -> None:
+def left_out(figure: Any, observations: int, states: int) -> None:
     left = [f"{observations} more observations"] * (observations > 0)
     left += [f"{states} more states"] * (states > 0)
     if left:
@@ -154,6 +166,7 @@ def _left_out(figure: Any, observations: int, states: int) -> None:
 
 def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
     M, n = post.model.modes, post.model.state_size
+    names = getattr(post.model, "names", None) if names is None else names
     modes = names.modes if isinstance(names, Names) else names
     states = names.states if isinstance(names, Names) else None
     out = Names(
@@ -168,30 +181,33 @@ def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
     return out
 
 
-def _short(text: str, most: int) -> str:
+def short(text: str, most: int) -> str:
+    """A title that fits."""
     # A dollar sign would begin a formula.
     return textwrap.shorten(text, most, placeholder="…").replace("$", r"\$")
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(_short(text, 44), 22)
+    return textwrap.fill(short(text, 44), 22)
 
 
-def _joined(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
+def joined(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
+    """A field of several results, one after another."""
     each: list[Tensor] = [getattr(x, name).detach().cpu().double() for x in parts]
     return torch.cat(each).numpy()
 
 
-def _spread(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
+def spread_of(parts: Sequence[Filtered | Smoothed], name: str) -> Any:
+    """Half the width of the 95 % band of a covariance, as `joined`."""
     each = [deviations(getattr(x, name).detach().cpu().double()) for x in parts]
     return BAND * torch.cat(each).numpy()
 
 
-def _time(labels: Sequence[str] | None, steps: int, future: int) -> _Time:
+def time_of(labels: Sequence[str] | None, steps: int, future: int) -> Time:
     """Steps by their labels if these are numbers that grow, else one after another from 1."""
     total = steps + future
     if labels is None:
-        return _Time(np.arange(1.0, total + 1), None, steps)
+        return Time(np.arange(1.0, total + 1), None, steps)
     dates = all(re.fullmatch(r"\d{8}", x) for x in labels)  # 20200131 is no number
     try:
         at = np.array([] if dates else [float(x) for x in labels])
@@ -199,11 +215,11 @@ def _time(labels: Sequence[str] | None, steps: int, future: int) -> _Time:
         at = np.empty(0)
     if len(at) and np.isfinite(at).all() and (np.diff(at) > 0).all():
         pace = np.median(np.diff(at)) if len(at) > 1 else 1.0
-        return _Time(np.append(at, at[-1] + pace * np.arange(1, future + 1)), None, steps)
-    return _Time(np.arange(1.0, total + 1), list(labels), steps)
+        return Time(np.append(at, at[-1] + pace * np.arange(1, future + 1)), None, steps)
+    return Time(np.arange(1.0, total + 1), list(labels), steps)
 
 
-def _series(axes: Any, time: _Time, seen: Tensor, mean: Any, spread: Any) -> None:
+def _series(axes: Any, time: Time, seen: Tensor, mean: Any, spread: Any) -> None:
     axes.fill_between(
         *(time.at, mean - spread, mean + spread),
         color=BAND_COLOR,
@@ -226,7 +242,8 @@ def _series(axes: Any, time: _Time, seen: Tensor, mean: Any, spread: Any) -> Non
     axes.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
 
 
-def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> None:
+def draw_state(axes: Any, time: Time, mean: Any, spread: Any, smoothed: bool) -> None:
+    """A state and its band."""
     axes.fill_between(
         *(time.at, mean - spread, mean + spread),
         color=STATE_COLOR,
@@ -238,7 +255,7 @@ def _state(axes: Any, time: _Time, mean: Any, spread: Any, smoothed: bool) -> No
     axes.plot(time.at, mean, color=STATE_COLOR, linewidth=0.8 + 0.7 * time.width, label=told)
 
 
-def _shade(axes: Any, time: _Time, probabilities: Any, names: list[str] | None) -> None:
+def shade(axes: Any, time: Time, probabilities: Any, names: list[str] | None) -> None:
     """Behind the curves, the most probable mode where it is not the usual one."""
     found = episodes(functions.from_numpy(probabilities))
     usual = int(probabilities.sum(0).argmax())
@@ -262,7 +279,7 @@ def _edges(at: Any) -> Any:
     return np.concatenate([[2 * at[0] - middle[0]], middle, [2 * at[-1] - middle[-1]]])
 
 
-def _modes(axes: Any, time: _Time, names: list[str], probabilities: Any, so_far: Any) -> None:
+def draw_modes(axes: Any, time: Time, names: list[str], probabilities: Any, so_far: Any) -> None:
     """Areas, the last mode at the bottom; thin lines for what was known at each step."""
     edges = _edges(time.at)
     above = np.ones(len(time.at))
@@ -290,7 +307,7 @@ def _modes(axes: Any, time: _Time, names: list[str], probabilities: Any, so_far:
     axes.set_xlim(edges[0], edges[-1])
 
 
-def _ticks(axes: Any, time: _Time) -> None:
+def ticks(axes: Any, time: Time) -> None:
     """Years where labels begin with them, else some of the labels."""
     if time.labels is None:
         axes.ticklabel_format(axis="x", useOffset=False)
@@ -303,11 +320,11 @@ def _ticks(axes: Any, time: _Time) -> None:
     count = min(len(time.labels), max(2, min(10, 100 // max(longest, 1))))
     chosen = sorted({round(k * (len(time.labels) - 1) / (count - 1)) for k in range(count)})
     axes.set_xticks(
-        [float(time.at[k]) for k in chosen], [_short(time.labels[k], 24) for k in chosen]
+        [float(time.at[k]) for k in chosen], [short(time.labels[k], 24) for k in chosen]
     )
 
 
-def _years(time: _Time) -> dict[int, str]:
+def _years(time: Time) -> dict[int, str]:
     """Steps where a year begins that gets a tick, if labels begin with years and span enough."""
     found = [re.match(r"(\d{4})(?!\d)", x) for x in time.labels or []]
     years = [int(m[1]) for m in found if m is not None]

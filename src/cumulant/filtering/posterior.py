@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +19,10 @@ from cumulant.filtering.model import gaussian_model
 from cumulant.filtering.recursion import Belief, Run, Scheme, branch
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from cumulant.filtering.frames import DataFrame
+    from cumulant.filtering.smoothing import Smoothed
 
 __all__ = [
     "Filtered",
@@ -125,12 +129,18 @@ class Filtered(Lazy):
             labels=None if self.labels is None else self.labels.last(),
         )
 
+    def labeled(self, labels: Labels | None) -> Self:
+        """The posterior under an index and names of columns."""
+        return replace(self, labels=labels)
+
     def to_pandas(self, names: ModeNames = None) -> DataFrame:
         """Modes, states and log-likelihood of each step as a data frame, under its own index.
 
         Args:
-            names: of the modes, or of modes and states as `read_model` returns them.
+            names: of the modes, or of modes and states as `read_model` returns them. A
+                `ReadyModel` has its own.
         """
+        names = getattr(self.model, "names", None) if names is None else names
         found = self._columns(names) | {"log_likelihood": self.step_log_likelihood}
         return frame("to_pandas", found, self.labels, self.steps)
 
@@ -205,11 +215,12 @@ class Posterior(Filtered):
     ================================ ====================== =======================================
 
     Covariances have one more dimension, and the spread between modes is inside them. Past the
-    length of a series, everything is a forecast.
+    length of a series, everything is a forecast. ``past`` is what a forecast was made from.
     """
 
     inputs: tuple[Tensor, ...] | None = None
     first: int = 0
+    past: Posterior | None = field(default=None, kw_only=True)
 
     def _columns(self, names: ModeNames) -> dict[str, Tensor]:
         mean, covariance = self.observation_mean, self.observation_covariance
@@ -217,6 +228,29 @@ class Posterior(Filtered):
         columns = columns if self.labels is None else self.labels.columns
         predicted = [f"{name} predicted" for name in columns]
         return super()._columns(names) | moment_columns(predicted, mean, covariance)
+
+    def plot(
+        self,
+        what: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        smoothed: Smoothed | None = None,
+        names: ModeNames = None,
+    ) -> Figure:
+        """Draw the regimes, the states, a forecast or the residuals of one series.
+
+        Args:
+            what: ``"regimes"`` (the series, shaded by its regimes, and their probabilities),
+                ``"states"`` (with 95 % bands), ``"diagnostics"`` (standardized one-step residuals,
+                their quantiles and autocorrelations) or, of what `forecast` returned,
+                ``"forecast"`` (a fan).
+            path: file to write, its format by suffix.
+            smoothed: from `smooth`; regimes and states are then given all observations.
+            names: of the modes, or of modes and states. A `ReadyModel` has its own.
+        """
+        from cumulant.filtering.plots import plot
+
+        return plot(self, what, path, smoothed=smoothed, names=names)
 
     @kept
     def bank(self) -> GaussianBank:
@@ -245,13 +279,18 @@ class Posterior(Filtered):
             out.append(Belief(joint, bank.predict(waiting[:2], None)))
         return out
 
-    def _from_predicted(self, part: int, observed: bool) -> Tensor:
-        pieces: list[Tensor] = []
+    @kept
+    def predicted_observations(self) -> list[Belief]:
+        """The mixture of Gaussians that each observation was expected from, in pieces over time."""
+        out: list[Belief] = []
         for bank, (joint, message) in zip(self._banks, self._predicted, strict=True):
-            moved = message
-            if observed:
-                moved = moments.predict(bank.linear("emission", message, None), *message)
-            pieces.append(whole(Belief(joint, moved))[part])
+            moved = moments.predict(bank.linear("emission", message, None), *message)
+            out.append(Belief(joint, moved))
+        return out
+
+    def _from_predicted(self, part: int, observed: bool) -> Tensor:
+        found = self.predicted_observations if observed else self._predicted
+        pieces = [whole(belief)[part] for belief in found]
         return self._given(torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2))
 
     @kept

@@ -23,12 +23,16 @@ __all__ = ["Limits", "Point", "Problem", "em", "lbfgs"]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is maximized: the log-likelihood of all series in the free coordinates of a model."""
+    """What is maximized: the log-likelihood of all series in the free coordinates of a model.
+
+    The first `given` steps are taken as given: log p(y_1, ..., y_T) - log p(y_1, ..., y_given).
+    """
 
     observations: Tensor
     inputs: Tensor | None
     scheme: Scheme
     coordinates: Coordinates
+    given: int = 0
 
     def at(self, vector: Tensor) -> Tensor:
         """The log-likelihood at these coordinates."""
@@ -36,12 +40,17 @@ class Problem:
 
     def of(self, model: SwitchingLinearGaussian) -> Tensor:
         """The log-likelihood of a model."""
-        return log_likelihood(model, self.observations, self.inputs, self.scheme).sum()
+        total = log_likelihood(model, self.observations, self.inputs, self.scheme).sum()
+        if not self.given:
+            return total
+        y = self.observations[..., : self.given, :]
+        u = None if self.inputs is None else self.inputs[..., : self.given, :]
+        return total - log_likelihood(model, y, u, self.scheme).sum()
 
     @property
     def count(self) -> int:
-        """How many numbers were observed."""
-        return int((~self.observations.isnan()).sum())
+        """How many numbers were observed after those that are given."""
+        return int((~self.observations[..., self.given :, :].isnan()).sum())
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,21 @@ LABELS = {
 DECIMAL_COMMA = re.compile(r"[+-]?(\d+,\d*|,\d+)([eE][+-]?\d+)?")
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 # Meant as a number, but not one: 1.234,5 or 1 234 or a typographic minus. Never taken for text.
+UNITS = re.compile(r"[$€£¥(+\-−]*\s?\d[\d.,'’ \u00a0\u202f]*\s?[%$€£¥)]+|[$€£¥]\s?[+\-−]?\d[\d.,]*")
 ALMOST = re.compile(r"[+\-−]?(\d{1,3}(([,.'’ \u00a0\u202f])\d{3})(\3\d{3})*([.,]\d+)?|\d+(\.\d+)?)")
 
 
 class Series(NamedTuple):
     """Observations ``(T, p)``, NaN where missing; a label for each step; names of the columns.
 
-    ``labels`` is None if the file has no column of times.
+    ``labels`` is None if the file has no column of times; ``skipped`` names the columns of text
+    that were left out.
     """
 
     values: Tensor
     labels: list[str] | None
     names: list[str]
+    skipped: tuple[str, ...] = ()
 
 
 class _Cells(NamedTuple):
@@ -66,9 +69,9 @@ def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = No
 
     Args:
         path: the file, in UTF-8.
-        columns: the columns to take, in this order. By default all that hold numbers (those with
-            more text than numbers are skipped), except a first column of times: text, or a name
-            like date, time or year.
+        columns: the columns to take, in this order. By default all that hold numbers, except a
+            first column of times: text, or a name like date, time or year. Columns with more text
+            than numbers are named in ``skipped``; numbers with a unit (``5 %``) are an error.
 
     Raises:
         InputError: names the file, the line and the column.
@@ -88,14 +91,30 @@ def read_series(path: str | os.PathLike[str], columns: Sequence[str] | None = No
     if columns is None:
         able = range(first_is_label, len(names))
         chosen = [k for k in able if not _is_text(cells.column(k))]
+        skipped = [k for k in able if k not in chosen]
+        _check_units(cells, skipped)
         if not chosen:
             raise InputError(f"{path}: no column holds numbers; the columns are {listed(names)}.")
     else:
-        chosen = _chosen(cells, columns)
+        chosen, skipped = _chosen(cells, columns), []
     comma = _decimal_comma(cells, chosen)
     rows = [[_number(cells, line, k, row[k], comma) for k in chosen] for line, row in cells.lines]
     labels = first if first_is_label and 0 not in chosen else None
-    return Series(torch.tensor(rows, dtype=torch.float64), labels, [names[k] for k in chosen])
+    values = torch.tensor(rows, dtype=torch.float64)
+    return Series(values, labels, [names[k] for k in chosen], tuple(names[k] for k in skipped))
+
+
+def _check_units(cells: _Cells, skipped: Sequence[int]) -> None:
+    """A column of numbers with units is not text to be left out."""
+    for k in skipped:
+        present = [(n, row[k]) for n, row in cells.lines if row[k].lower() not in MISSING]
+        found = [(n, x) for n, x in present if UNITS.fullmatch(x)]
+        if 2 * len(found) > len(present):
+            line, text = found[0]
+            raise InputError(
+                f"{cells.path}: line {line}, column {cells.names[k]!r}: {text!r} is not a finite "
+                "number; write numbers without units, or choose other columns."
+            )
 
 
 def _chosen(cells: _Cells, columns: Sequence[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from cumulant.filtering.posterior import Posterior, gaussian_posterior, over_tim
 from cumulant.filtering.recursion import Belief
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from cumulant.filtering.frames import DataFrame
 
 __all__ = ["Smoothed", "smooth"]
@@ -47,15 +50,36 @@ class Smoothed(Lazy):
     pairs: tuple[Tensor, ...]
     dtype: torch.dtype
     labels: Labels | None = None
+    names: ModeNames = None
 
     def to_pandas(self, names: ModeNames = None) -> DataFrame:
         """Modes and states of each step as a data frame, under the index of the observations.
 
         Args:
-            names: of the modes, or of modes and states as `read_model` returns them.
+            names: of the modes, or of modes and states as `read_model` returns them. A
+                `ReadyModel` has its own.
         """
+        names = self.names if names is None else names
         found = state_columns(names, self.mode_probabilities, self.mean, self.covariance)
         return frame("to_pandas", found, self.labels, len(self.pairs))
+
+    def plot(
+        self,
+        what: str = "regimes",
+        path: str | os.PathLike[str] | None = None,
+        *,
+        names: ModeNames = None,
+    ) -> Figure:
+        """Draw the probabilities of the regimes, or the states with 95 % bands, of one series.
+
+        Args:
+            what: ``"regimes"`` or ``"states"``.
+            path: file to write, its format by suffix.
+            names: of the modes, or of modes and states. A `ReadyModel` has its own.
+        """
+        from cumulant.filtering.plots import plot_smoothed
+
+        return plot_smoothed(self, what, path, names=names)
 
     def __repr__(self) -> str:
         batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
@@ -141,7 +165,8 @@ def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
         pairs.append(pair.log_weights)
         beliefs.append(belief)
     dtype = post.observations[0].dtype
-    return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), dtype, post.labels)
+    names = getattr(model, "names", None)
+    return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), dtype, post.labels, names)
 
 
 def _same(first: Any, second: Any) -> bool:

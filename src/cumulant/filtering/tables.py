@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cumulant.core.files import write_file
 from cumulant.core.typed import tolist
+from cumulant.filtering.dates import calendar_of
 from cumulant.filtering.model import SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.model_files import Names
 from cumulant.filtering.posterior import Posterior
@@ -175,11 +176,19 @@ def table(
         blank = [""] * len(series.names)
         # After the last observation, what is known so far is all that is known.
         more = _rows(forecast, forecast if smoothed else None)
+        ahead = _ahead(series, forecast.steps)
         rows += [
-            [str(post.steps + h + 1), f"+{h + 1}", "1", *blank, *row, ""]
-            for h, row in enumerate(more)
+            [str(post.steps + h + 1), ahead[h], "1", *blank, *row, ""] for h, row in enumerate(more)
         ]
     return Table(header, rows)
+
+
+def _ahead(series: Series, steps: int) -> list[str]:
+    """Labels of the steps to come: dates where those so far are even, else +1, +2, ..."""
+    known = None if series.labels is None else calendar_of(series.labels)
+    if known is None or known.ahead is None:
+        return [f"+{h + 1}" for h in range(steps)]
+    return known.ahead(steps)
 
 
 def _header(observed: Sequence[str], names: Names, smoothed: bool, forecast: bool) -> list[str]:
