@@ -9,15 +9,25 @@ from cumulant.contrastive.sampled import (
     negative_sampling,
     sampled_softmax,
 )
+from cumulant.contrastive.vocabulary import (
+    LossAndEntropy,
+    LossAndLse,
+    LossLseEntropy,
+    linear_cross_entropy,
+)
 
 __all__ = [
     "AliasSampler",
     "Contrast",
     "KeyQueue",
+    "LossAndEntropy",
+    "LossAndLse",
+    "LossLseEntropy",
     "Temperature",
     "contrast",
     "encode_in_chunks",
     "info_nce",
+    "linear_cross_entropy",
     "nce",
     "negative_sampling",
     "nt_xent",
