@@ -9,6 +9,7 @@ from cumulant.contrastive.sampled import (
     negative_sampling,
     sampled_softmax,
 )
+from cumulant.contrastive.sigmoid import sigmoid_loss
 from cumulant.contrastive.vocabulary import (
     LossAndEntropy,
     LossAndLse,
@@ -32,4 +33,5 @@ __all__ = [
     "negative_sampling",
     "nt_xent",
     "sampled_softmax",
+    "sigmoid_loss",
 ]
