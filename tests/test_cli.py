@@ -35,7 +35,7 @@ def test_bench_as_json_and_as_a_page(tmp_path):
     assert "| (1, 8, 1024, 64) | JVP, all tangents |" in page.read_text()
 
 
-@pytest.mark.parametrize("name", ["memory", "contrastive"])
+@pytest.mark.parametrize("name", ["memory", "contrastive", "vocabulary"])
 def test_bench_of_stores(name, tmp_path):
     page = tmp_path / "page.md"
     out = run("bench", name, "--quick", "--rounds", "1", "--json", "-o", str(page))

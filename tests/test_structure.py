@@ -105,6 +105,7 @@ def test_public_surface():
         "filtering",
         "from_torch",
         "lens",
+        "linear_cross_entropy",
         "maximum_entropy",
         "memory",
         "merge",

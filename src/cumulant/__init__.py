@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         memory,
         nn,
     )
+    from cumulant.contrastive import linear_cross_entropy
     from cumulant.derivatives import DerivativeReport, check_derivatives, differentiable
     from cumulant.memory import Memory
 
@@ -109,6 +110,7 @@ __all__ = [
     "filtering",
     "from_torch",
     "lens",
+    "linear_cross_entropy",
     "maximum_entropy",
     "memory",
     "merge",
@@ -131,6 +133,7 @@ _NAMES = {
     "Memory": "memory",
     "check_derivatives": "derivatives",
     "differentiable": "derivatives",
+    "linear_cross_entropy": "contrastive",
 }
 
 # Names that moved. Asking for the old one says where the new one is.

@@ -84,6 +84,12 @@ _BENCHES = {
 
         About ten minutes and, for the full matrix, 6 GB; --quick takes ten seconds.""",
     ),
+    "vocabulary": (
+        "What the vocabulary loss costs, on one thread",
+        """The vocabulary loss against the whole logits and torch's chunks, on one thread.
+
+        About three minutes and 2 GB; --quick takes ten seconds. Needs torch 2.13.""",
+    ),
     "distributed": (
         "What sharded keys cost",
         """Sharded keys: a group of one, bytes sent against the formula, times at 1 to 4 ranks.

@@ -9,17 +9,29 @@ from cumulant.contrastive.sampled import (
     negative_sampling,
     sampled_softmax,
 )
+from cumulant.contrastive.sigmoid import sigmoid_loss
+from cumulant.contrastive.vocabulary import (
+    LossAndEntropy,
+    LossAndLse,
+    LossLseEntropy,
+    linear_cross_entropy,
+)
 
 __all__ = [
     "AliasSampler",
     "Contrast",
     "KeyQueue",
+    "LossAndEntropy",
+    "LossAndLse",
+    "LossLseEntropy",
     "Temperature",
     "contrast",
     "encode_in_chunks",
     "info_nce",
+    "linear_cross_entropy",
     "nce",
     "negative_sampling",
     "nt_xent",
     "sampled_softmax",
+    "sigmoid_loss",
 ]

@@ -24,6 +24,7 @@ __all__ = ["Aligned", "Labeled", "Listed", "Masked", "Positives", "label_rows", 
 #   reversed()       the same pairs with keys for anchors; every key must have one
 #   includes(index)  whether key index[..., i, k] is a positive of anchor i; -1 never is
 #   meets(mask)      whether any positive pair is True in a mask (*batch, M, N)
+#   count()          how many positives each anchor has
 #   tags(device)     numbers that anchors share with their positives alone (not of a mask)
 
 
@@ -44,6 +45,9 @@ class Aligned:
 
     def center(self, key: Tensor) -> Tensor:
         return key[..., self._own(), :]
+
+    def count(self) -> Tensor:
+        return torch.ones(self.anchors)
 
     def reversed(self) -> Aligned:
         return Aligned(self.keys, self.anchors)
@@ -77,6 +81,9 @@ class Listed:
         if self.index.shape[-1] == 1:
             return rows[..., 0, :]
         return (rows * there[..., None]).sum(-2) / there.sum(-1, keepdim=True)
+
+    def count(self) -> Tensor:
+        return (self.index >= 0).sum(-1)
 
     def reversed(self) -> Listed:
         return _Claimed(self.index, self.keys)
@@ -159,11 +166,14 @@ class Labeled:
 
     def present(self) -> Tensor:
         """Which anchors have a positive."""
+        return self.count() > 0
+
+    def count(self) -> Tensor:
         size = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
         counts = self.keys.new_zeros((*self.keys.shape[:-1], size))
         counts = counts.scatter_add(-1, self.keys, torch.ones_like(self.keys))
         others = counts.gather(-1, self.anchors)
-        return others - self._own().long() > 0 if self.not_self else others > 0
+        return others - self._own().long() if self.not_self else others
 
     def includes(self, index: Tensor) -> Tensor:
         batch = functions.broadcast_shapes(self.keys.shape[:-1], index.shape[:-2])
@@ -207,6 +217,9 @@ class Masked:
         weight = self.mask.sum(-1, keepdim=True).to(key.dtype).reciprocal()
         key = key[(None,) * (self.mask.ndim - key.ndim)]
         return tile_sum(program, {"mask": self.mask, "key": key, "weight": weight})["center"]
+
+    def count(self) -> Tensor:
+        return self.mask.sum(-1)
 
     def reversed(self) -> Masked:
         _all_have(_OTHER_SIDE, self.mask.any(-2), "key")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cumulant.core.typed import forward_ad, functorch
 
-__all__ = ["on_tape"]
+__all__ = ["on_tape", "transformed"]
 
 
 def on_tape(*tensors: Tensor) -> bool:
@@ -19,3 +19,8 @@ def on_tape(*tensors: Tensor) -> bool:
         return True
     inside = forward_ad._current_level >= 0
     return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def transformed() -> bool:
+    """Whether forward mode or a functorch transform may be acting on the inputs."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

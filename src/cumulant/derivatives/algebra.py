@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant.core.autodiff import transformed
 from cumulant.core.typed import linalg
-from cumulant.derivatives.composites import transformed
 
 __all__ = [
     "cholesky_inverse",

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.autodiff import transformed
 from cumulant.core.precision import wide
-from cumulant.core.typed import Function, forward_ad
+from cumulant.core.typed import Function
 
-__all__ = ["batch_norm", "instance_norm", "layer_norm", "rms_norm", "transformed"]
+__all__ = ["batch_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 Norm = Callable[..., Tensor]
 
@@ -63,11 +64,6 @@ class _Fused(Function):
         for i, g in zip(needed, found, strict=True):
             out[i] = g
         return None, None, *out
-
-
-def transformed() -> bool:
-    """Whether forward mode or a functorch transform may be acting on the inputs."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _norm(fused: Norm, formula: Norm, *tensors: Tensor | None) -> Tensor:

@@ -410,10 +410,12 @@ def moments(tile: Tile, a: Arguments) -> Arguments:
     return {"moments": p_mn @ torch.cat([ones, k_nd, *pairs], -1)}
 
 
-def potential(tile: Tile, a: Arguments, *, shift: bool) -> dict[str, Tensor | Product]:
-    """G and the gradient of its sum over the queries, on a tile that spans all keys.
+def potential(
+    tile: Tile, a: Arguments, *, shift: bool, wanted: tuple[str, ...]
+) -> dict[str, Tensor | Product]:
+    """G and the gradient of its sum over the queries, weighted by c, on a tile with all keys.
 
-    dq = E[k],   dk = p' q
+    ds = c p,   dq = ds k,   dk = ds' q,   dbias = ds, summed over the queries
     """
     work = tile.work
     s_mn = scores(tile, a)
@@ -424,12 +426,25 @@ def potential(tile: Tile, a: Arguments, *, shift: bool) -> dict[str, Tensor | Pr
         s_mn = work.sub(s_mn, peak)
     p_mn = work.exp2(s_mn)
     mass = row_sum(p_mn)
-    inverse = mass.reciprocal().masked_fill(mass == 0, 0.0)
-    return {
-        "log_normalizer": (peak + mass.log2()) / LOG2_E,  # -inf for a row without keys
-        "query": work.mul(work.matmul(p_mn, a["key"]), inverse),
-        "key": Product(p_mn.mT, a["query"] * inverse),
-    }
+    c_m = mass.reciprocal().masked_fill(mass == 0, 0.0)
+    if "cotangent log_normalizer" in a:
+        c_m = c_m * a["cotangent log_normalizer"]
+    out: dict[str, Tensor | Product] = {}
+    out["log_normalizer"] = (peak + mass.log2()) / LOG2_E  # -inf for a row without keys
+    if "bias" in wanted:
+        out["bias"] = c_m.mT @ p_mn
+    p_mn = _uncapped(tile, a, p_mn)
+    if "query" in wanted:
+        out["query"] = work.mul(work.matmul(p_mn, a["key"]), c_m)
+    if "key" in wanted:
+        out["key"] = Product(p_mn.mT, a["query"] * c_m)
+    return out
+
+
+def score_total(tile: Tile, a: Arguments) -> Arguments:
+    """sum_j w_ij s_ij for weights w that need not be probabilities."""
+    s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
+    return {"score_total": row_sum(tile.work.mul(s_mn, a["weights"]))}
 
 
 def masses(tile: Tile, a: Arguments) -> Arguments:

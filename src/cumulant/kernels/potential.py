@@ -35,10 +35,10 @@ from cumulant.kernels.tiles import (
     tile_sum,
 )
 
-__all__ = ["Both", "both_normalizers", "log_normalizer"]
+__all__ = ["MOST_KEYS", "Both", "both_normalizers", "log_normalizer", "potential"]
 
 # Beyond so many keys a strip of whole rows is too thin for the matrix products.
-_MOST_KEYS = 2**18
+MOST_KEYS = 2**18
 _AREA = 2**21
 
 
@@ -47,7 +47,7 @@ def log_normalizer(arguments: Mapping[str, Tensor]) -> Tensor:
     """G of every query, ``(*batch, M, 1)``; arguments as for `attention`, without ``value``."""
     moving = torch.is_grad_enabled() and any(arguments[n].requires_grad for n in ("query", "key"))
     learned = "bias" in arguments and arguments["bias"].requires_grad
-    if not moving or learned or arguments["key"].shape[-2] > _MOST_KEYS:
+    if not moving or learned or arguments["key"].shape[-2] > MOST_KEYS:
         value = arguments["key"][..., :0]
         return attention({**arguments, "value": value}, Options()).log_normalizer
     return _Potential.apply(tuple(arguments), *arguments.values())[0]
@@ -67,27 +67,36 @@ def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
     return engine.potential(arguments, {r.name: r.shape for r in program.results})
 
 
+def potential(arguments: Named, wanted: tuple[str, ...]) -> Arguments:
+    """``log_normalizer`` and the gradient of its sum over the queries, without derivative.
+
+    Queries count with weights ``cotangent log_normalizer``, where these are given. A bias that
+    wants its gradient must be one row for all queries.
+    """
+    m, _ = _grid(arguments)
+    shift = not scores_are_small(Options(), arguments)
+    program = Program(
+        function=partial(formulas.potential, shift=shift, wanted=wanted),
+        indices={**INDEX, "cotangent log_normalizer": "i"},
+        results=(
+            Result("log_normalizer", "i", (*_batch(arguments), m, 1)),
+            *results_of(arguments, wanted),
+        ),
+        grid=_grid(arguments),
+        area=_AREA,
+        whole_rows=True,
+        run=_compiled_potential,
+    )
+    with torch.autocast(arguments["query"].device.type, enabled=False):
+        return evaluate(program, arguments)
+
+
 class _Potential(Function):
     """G, and the gradient of its sum, kept for the backward pass."""
 
     @staticmethod
     def forward(names: tuple[str, ...], *tensors: Tensor) -> Any:
-        arguments = dict(zip(names, tensors, strict=True))
-        m, _ = _grid(arguments)
-        program = Program(
-            function=partial(formulas.potential, shift=not scores_are_small(Options(), arguments)),
-            indices=INDEX,
-            results=(
-                Result("log_normalizer", "i", (*_batch(arguments), m, 1)),
-                *results_of(arguments, ("query", "key")),
-            ),
-            grid=_grid(arguments),
-            area=_AREA,
-            whole_rows=True,
-            run=_compiled_potential,
-        )
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            out = evaluate(program, arguments)
+        out = potential(dict(zip(names, tensors, strict=True)), ("query", "key"))
         return out["log_normalizer"], out["query"], out["key"]
 
     @staticmethod

@@ -228,25 +228,22 @@ def _total(program: Program, parts: list[Arguments | None], like: Tensor) -> Arg
 
 
 def potential(arguments: Named, shapes: Mapping[str, tuple[int, ...]]) -> Arguments | None:
-    """G, and the gradient of its sum over the queries."""
-    if arguments.keys() - _MEASURE or (a := _taken(arguments)) is None:
+    """G, and the gradient of its sum over the queries, weighted where they have cotangents."""
+    seed = "cotangent log_normalizer"
+    if arguments.keys() - _MEASURE - {seed} or (a := _taken(arguments)) is None:
         return None
     batch, query = _batch(a), a["query"]
     if 0 in batch or a["key"].shape[-2] > _MOST_KEYS:
         return None
     rows = (*batch, query.shape[-2])
-    a["cotangent log_normalizer"] = query.new_ones(1).expand(*rows, 1)
-    out = {
-        "log_normalizer": query.new_empty((*rows, 1)),
-        "to query": query.new_empty((*rows, query.shape[-1])),
-        "to key": query.new_zeros(shapes["key"]),
-    }
+    if seed not in a:
+        a[seed] = query.new_ones(1).expand(*rows, 1)
+    out = {"log_normalizer": query.new_empty((*rows, 1))}
+    out |= {f"to {n}": query.new_zeros(shapes[n]) for n in ("key", "bias") if n in shapes}
+    if "query" in shapes:
+        out["to query"] = query.new_empty((*rows, query.shape[-1]))
     _ask("gradient", a, out, batch, scale=1.0, band=Band())
-    return {
-        "log_normalizer": out["log_normalizer"],
-        "query": out["to query"].sum_to_size(shapes["query"]),
-        "key": out["to key"],
-    }
+    return {n: out[n if n in out else f"to {n}"].sum_to_size(s) for n, s in shapes.items()}
 
 
 def statistics(

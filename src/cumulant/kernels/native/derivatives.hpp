@@ -193,11 +193,19 @@ template <class T> static void tangent(const Problem& z) {
   });
 }
 
+// The same where G alone is differentiated, as in losses: sums for many wide keys are written once for each block, so blocks are
+// large; but not beside the matrix of scores that is not stored, of which a block holds 1/32.
+template <class T> static int lanes_for_losses(const Problem& z, int arrays) {
+  int most = z.M >= 2048 ? 64 : 32;
+  while (most > LANES<T> && most > 16 && int64_t(arrays) * z.N * most * int64_t(sizeof(T)) > (int64_t(8) << 20)) most /= 2;
+  return most;
+}
+
 // w = <g, v> - gH log p,   ds = p (w - E[w] + gG);   q: ds k,   k: ds' q,   v: p' g,   bias: ds
 template <class T> static void gradient(const Problem& z) {
   const bool values = z.has(SEED_MEAN), heat = z.has(SEED_ENTROPY), weighs = values || heat;
   const bool slopes = z.has(CAP), scores_too = z.has(TO_QUERY) || z.has(TO_KEY) || z.has(TO_BIAS);
-  const int most = lanes_for<T>(z, 1 + weighs + slopes);
+  const int most = weighs ? lanes_for<T>(z, 2 + slopes) : lanes_for_losses<T>(z, 1 + slopes);
   over_units<T>(z, most, 1, [&](Block<T>& b, Adder<T>& adder) {
     Scores<T> scores(b);
     Dropout<T> dropout(b);
