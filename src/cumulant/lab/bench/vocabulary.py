@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from cumulant.contrastive import linear_cross_entropy
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import backward
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, row
 
@@ -61,7 +62,7 @@ def _train(loss: _Loss, rows: int, classes: int, features: int) -> Callable[[], 
 
     def run() -> None:
         x.grad = W.grad = None
-        loss(x, W, y).backward()
+        backward(loss(x, W, y))
 
     return run
 
