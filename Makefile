@@ -67,7 +67,8 @@ SANITIZERS = $$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsa
 sanitize: environment
 	$(BIN)/python hatch_build.py --sanitize build/sanitize
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 CUMULANT_NATIVE=build/sanitize \
-	  OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/kernels/test_native.py tests/fuzz/test_fuzz_native.py
+	  OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/kernels/test_native.py tests/kernels/test_rows.py \
+	    tests/fuzz/test_fuzz_native.py
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

@@ -176,6 +176,8 @@ def test_other_fields_break_the_graph():
 
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(f, backend="aot_eager")(**given), f(**given))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cumulant runs this eagerly"):
+        compiled(f)(**given)
 
 
 def entropy(query, given):

@@ -27,6 +27,12 @@ def transforms() -> int:
 setattr(transforms, "_dynamo_marked_constant", True)  # noqa: B010  (torch.compiler.assume_constant_result)
 
 
+_REASON = (
+    "cumulant runs this eagerly. Of attention, compiled graphs hold the value and first gradient "
+    "of mean, log_normalizer and entropy, without torch.func's transforms and sharded keys."
+)
+
+
 def tracing() -> bool:
     """Whether this code is recorded as a graph: by ``torch.compile``, ``export`` or ``make_fx``.
 
@@ -58,4 +64,5 @@ def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
         return disabled[0](*args, **kwargs)
 
     setattr(call, "_torchdynamo_disable", True)  # noqa: B010
+    setattr(call, "_torchdynamo_disable_msg", _REASON)  # noqa: B010  (what fullgraph=True reports)
     return call
