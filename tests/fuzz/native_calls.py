@@ -1,8 +1,8 @@
 """Random kernel calls on the compiled engine against dense attention in the same precision.
 
 Batches that broadcast in any way, strides, sizes on both sides of a tile, masks and biases shared
-along any dimension, bands, caps, tags, dropout; values, tangents, gradients and the gradient of a
-gradient. A call follows from its seed alone:
+along any dimension, bands, caps, tags, dropout; values, tangents, gradients, the gradient of a
+gradient, and the statistics of rows. A call follows from its seed alone:
 
     python tests/fuzz/native_calls.py --seed 17 --rounds 1
 """
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cumulant as cm
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.dropout import kept
+from cumulant.kernels.rows import LANCZOS_STEPS, summarize
 from cumulant.kernels.tiles import Band
 from fuzz import driver
 from oracle import band_mask, differentiate, finite
@@ -48,11 +49,12 @@ class Call:
         fields = (out.mean, out.log_normalizer, out.entropy)
         return tuple(finite(x) for x in fields[: 3 if self.options.entropy else 2])
 
-    def dense(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        a = self._with(xs)
-        s = self.options.scale * (a["query"] @ a["key"].mT)
+    def scores(self, a: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores without and with the bias, and which pairs may meet."""
+        plain = self.options.scale * (a["query"] @ a["key"].mT)
         if "cap" in a:
-            s = a["cap"] * torch.tanh(s / a["cap"])
+            plain = a["cap"] * torch.tanh(plain / a["cap"])
+        s = plain
         seen = band_mask(*s.shape[-2:], self.options.band.lower, self.options.band.upper)
         if "bias" in a:
             s, seen = s + a["bias"], seen & (a["bias"] > -math.inf)
@@ -62,7 +64,11 @@ class Call:
             same = a["query_tag"][..., :, None, :] == a["key_tag"][..., None, :, :]
             seen = seen & ~same.any(-1)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in a.values()))
-        seen, s = seen.expand(*batch, *s.shape[-2:]), s.expand(*batch, *s.shape[-2:])
+        return tuple(x.expand(*batch, *s.shape[-2:]) for x in (plain, s, seen))
+
+    def dense(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        a = self._with(xs)
+        _, s, seen = self.scores(a)
         alive = seen.any(-1, keepdim=True)
         s = torch.where(seen, s, -math.inf).masked_fill(~alive, 0.0)
         p = torch.softmax(s, -1) * alive
@@ -129,7 +135,11 @@ def draw(seed: int) -> Call:
     lower, upper = (rng.choice(side), rng.choice(side)) if rng.random() < 0.4 else (None, None)
     band = Band(None if lower is None else -lower, upper)
     options = Options(rng.choice([1.0, 0.3]), band, rate, entropy=rng.random() < 0.5)
-    words = ["", "F", "R"] if options.entropy or m * n > 5000 else ["", "F", "R", "RR", "RF", "FR"]
+    words = (
+        ["", "F", "R", "rows"]
+        if options.entropy or m * n > 5000
+        else ["", "F", "R", "RR", "RF", "FR", "rows"]
+    )
     word = rng.choice(words)
     shapes = {name: tuple(x.shape) for name, x in a.items()}
     return Call(a, options, word, f"seed {seed}: {word!r} {dtype} {shapes} {options}")
@@ -140,8 +150,46 @@ def _constant(x: Tensor) -> Tensor:
     return wave.to(x.dtype).view(x.shape)
 
 
+def check_rows(call: Call) -> str | None:
+    """The same for the statistics of rows, against a covariance matrix for every query."""
+    given = {
+        n: x for n, x in call.arguments.items() if n in ("query", "key", "bias", "mask", "cap")
+    }
+    with cm.engine("native"):
+        found = {n: x.double() for n, x in summarize(given, call.options).items()}
+    a = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
+    plain, s, seen = call.scores(a)
+    p = torch.softmax(torch.where(seen, s, -math.inf), -1).nan_to_num(0.0)
+    apart = a["key"].unsqueeze(-3) - (p @ a["key"]).unsqueeze(-2)
+    covariance = torch.einsum("...mn,...mni,...mnj->...mij", p, apart, apart)
+    spectrum = torch.linalg.eigvalsh(covariance)
+    falling = p.sort(-1, descending=True).values.cumsum(-1)
+    slack = SLACK[given["query"].dtype]
+    least, most = (((falling < 0.9 + x).sum(-1) + 1) * seen.any(-1) for x in (-slack, slack))
+    alive = seen.any(-1)
+    truth = {
+        "log_normalizer": torch.where(seen, s, -math.inf).logsumexp(-1).masked_fill(~alive, 0.0),
+        "entropy": torch.special.entr(p).sum(-1),
+        "score_variance": (p * (plain - (p * plain).sum(-1, keepdim=True)) ** 2).sum(-1),
+        "visible": seen.sum(-1).double(),
+        "top_weight": p.amax(-1),
+        "fisher_trace": spectrum.sum(-1),
+        "coverage": found["coverage"][..., 0].clamp(least, most),
+    }
+    if a["key"].shape[-1] <= LANCZOS_STEPS:
+        truth["leading"] = spectrum[..., -1].clamp_min(0.0)
+    for name, wanted in truth.items():
+        got = finite(found[name][..., 0])
+        gone = (got - wanted).abs().nan_to_num(math.inf).max() / wanted.abs().max().clamp_min(1.0)
+        if got.shape != wanted.shape or gone > slack:
+            return f"{call.told}: {name} is off by {gone:.1e}"
+    return None
+
+
 def check(call: Call) -> str | None:
     """What is wrong with our answer, if anything."""
+    if call.word == "rows":
+        return check_rows(call)
     point = tuple(call.arguments[n] for n in call.names())
     point = tuple(x.masked_fill(x == -math.inf, -math.inf) for x in point)
     generator = torch.Generator().manual_seed(1)
