@@ -80,7 +80,7 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
 
     def sums() -> object:
         a = attend(q, k, v)
-        return a.entropy, a.mean, a.log_normalizer, a.score_mean, a.score_variance
+        return a.entropy, a.mean, a.log_normalizer, a.score_mean, a.score_variance, a.score_max
 
     def causal() -> object:
         a = attend(q, k, v, is_causal=True)
