@@ -175,8 +175,8 @@ class Attended(Lazy):
 
     def _share(self, queries: Tensor | slice | None) -> Tensor:
         """The weight of each query, ``(*batch, M, 1)``."""
-        ones = torch.ones_like(self._source.lowered)
-        rows = tuple(self._source.shape[:-1])
+        source, rows = self._source, tuple(self._source.shape[:-1])
+        ones = torch.ones((*rows, 1), dtype=widened(self._dtype), device=source.device)
         if queries is None:
             return ones
         if isinstance(queries, slice):
