@@ -140,6 +140,61 @@ def test_precision(dtype):
     assert_close([x.double() for x in found], expected, 1e-6)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.lists(st.integers(1, 3), max_size=2).map(tuple),
+    m=st.integers(1, 6),
+    n=st.integers(1, 7),
+    k=st.integers(1, 8),
+    magnitude=st.sampled_from([1e-6, 1.0, 30.0]),
+    mask=st.sampled_from(["none", "boolean", "additive", "causal", "window"]),
+    window=st.tuples(*(st.one_of(st.none(), st.integers(0, 7)) for _ in "lr")),
+    seed=st.integers(0, 2**31),
+)
+def test_agrees_with_the_matrix_of_weights(batch, m, n, k, magnitude, mask, window, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=DOUBLE) * magnitude
+
+    q, key = draw(*batch, m, D), draw(*batch, n, D)
+    seen = torch.rand(m, n, generator=generator) > 0.5
+    bias = draw(m, n).masked_fill(~seen, -math.inf)
+    left, right = window
+    banded = band_mask(m, n, lower=None if left is None else -left, upper=right)
+    options, oracle = {
+        "none": ({}, {}),
+        "boolean": ({"attn_mask": seen}, {"mask": seen}),
+        "additive": ({"attn_mask": bias}, {"bias": bias}),
+        "causal": ({"is_causal": True}, {"mask": band_mask(m, n, upper=0)}),
+        "window": ({"window": window}, {"mask": banded}),
+    }[mask]
+    a, b = cm.attend(q, key, **options), dense(q, key, key, **oracle)
+    visible = torch.ones(m, n, dtype=torch.bool)
+    visible = oracle.get("mask", seen if mask == "additive" else visible).expand_as(b.weights)
+    order = torch.where(
+        visible, q @ key.mT / D**0.5 + (bias if mask == "additive" else 0), -math.inf
+    )
+    order = order.sort(dim=-1, descending=True, stable=True)
+    shown = min(k, n)
+    top = a.top_keys(k)
+    gone = order.values[..., :shown] == -math.inf
+    weights = b.weights.gather(-1, order.indices[..., :shown])
+    assert_close([top.weights[..., :shown]], [weights.masked_fill(gone, 0.0)], 1e-10)
+    if magnitude >= 1.0:  # smaller scores differ by rounding alone
+        assert torch.equal(
+            top.indices[..., :shown], order.indices[..., :shown].masked_fill(gone, -1)
+        )
+    assert (top.indices[..., shown:] == -1).all()
+    assert_close(
+        [a.received(), a.seen_by()], [b.weights.sum(-2), visible.sum(-2).to(DOUBLE)], 1e-10
+    )
+    which = torch.rand(m, generator=generator) > 0.5
+    assert torch.equal(a.seen_by(which), visible[..., which, :].sum(-2).to(DOUBLE))
+    for alpha in (0.5, 3.0, math.inf):
+        assert_close([a.renyi(alpha)], [entropy_of(b.weights, alpha)], 1e-8)
+
+
 # ---------------------------------------------------------------------------------- derivatives
 
 CALLS = {

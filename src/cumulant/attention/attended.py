@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cumulant.attention.held import Held
 from cumulant.attention.source import FIELDS, Source
-from cumulant.core.checks import broadcasts_to
+from cumulant.core.checks import broadcasts_to, whole
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept
 from cumulant.core.precision import widened
@@ -175,8 +175,8 @@ class Attended(Lazy):
 
     def _share(self, queries: Tensor | slice | None) -> Tensor:
         """The weight of each query, ``(*batch, M, 1)``."""
-        ones = torch.ones_like(self._source.lowered)
-        rows = tuple(self._source.shape[:-1])
+        source, rows = self._source, tuple(self._source.shape[:-1])
+        ones = torch.ones((*rows, 1), dtype=widened(self._dtype), device=source.device)
         if queries is None:
             return ones
         if isinstance(queries, slice):
@@ -220,8 +220,7 @@ class Attended(Lazy):
         >>> cm.attend(torch.ones(1, 1), key).top_keys(2)  # weights 1, 3, 2 of 6
         TopKeys(weights=tensor([[0.5000, 0.3333]]), indices=tensor([[1, 2]]))
         """
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"top_keys: k must be an integer >= 1, not {k!r}.")
+        k = whole("top_keys", "k", k, 1)
         self._source.ready(f"top_keys({k})")
         found = self._source.largest(k)
         gap = (found.score - self._source.lowered).masked_fill(found.index < 0, -math.inf)
@@ -256,12 +255,10 @@ class Attended(Lazy):
             return self.entropy
         source = self._source
         source.ready(f"renyi({order:g})")
-        whole = source.tempered(1.0)
-        empty = whole == -math.inf
-        tempered, whole = (
-            x.masked_fill(empty, 0.0) for x in (source.tempered(order).to(whole.dtype), whole)
-        )
-        out = whole - tempered if order == math.inf else (tempered - order * whole) / (1 - order)
+        G = source.tempered(1.0)
+        empty = G == -math.inf
+        tempered, G = (x.masked_fill(empty, 0.0) for x in (source.tempered(order), G))
+        out = G - tempered if order == math.inf else (tempered - order * G) / (1 - order)
         return out.clamp_min(0.0).squeeze(-1).to(widened(self._dtype))
 
     def tsallis(self, alpha: float) -> Tensor:

@@ -45,6 +45,10 @@ class Direct(Lazy):
         return self._call.finish(torch.empty(size, device="meta")).shape
 
     @property
+    def device(self) -> torch.device:
+        return self._call.arguments["query"].device
+
+    @property
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._call.arguments.values())
 

@@ -73,6 +73,10 @@ class Held:
     def shape(self) -> torch.Size:
         return self.mean.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
     def _unknown(self, name: str) -> Never:
         raise UnknownFieldError(name, self._why)
 

@@ -69,6 +69,10 @@ class Joined(Lazy):
         return self.sets[0].shape
 
     @property
+    def device(self) -> torch.device:
+        return self.sets[0].device
+
+    @property
     def keys(self) -> int:
         return sum(x.keys for x in self.sets)
 

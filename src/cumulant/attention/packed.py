@@ -32,6 +32,10 @@ class Packed(Lazy):
         return torch.Size((*batch, sum(x.shape[-2] for x in self._parts), width))
 
     @property
+    def device(self) -> torch.device:
+        return self._parts[0].device
+
+    @property
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self._parts)
 

@@ -41,6 +41,10 @@ class Sink:
         self._inputs = Snapshot([logits])
 
     @property
+    def device(self) -> torch.device:
+        return self._logits.device
+
+    @property
     def requires_grad(self) -> bool:
         return self._logits.requires_grad
 

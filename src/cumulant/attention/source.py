@@ -29,7 +29,7 @@ class Source(Protocol):
     """The columns ``(*batch, M, features)`` that fields are made of, in the computing precision.
 
     Attributes:
-        shape: of ``mean``.
+        shape, device: of ``mean``.
         requires_grad: whether anyone can ask for a gradient.
         keys: how many keys there are, on all ranks; the sink is none.
         mean, key_mean, entropy, score_mean, score_variance: the fields.
@@ -42,6 +42,8 @@ class Source(Protocol):
 
     @property
     def shape(self) -> torch.Size: ...
+    @property
+    def device(self) -> torch.device: ...
     @property
     def requires_grad(self) -> bool: ...
     @property

@@ -16,7 +16,7 @@ from cumulant.kernels import formulas
 from cumulant.kernels.calculus import pullback
 from cumulant.kernels.formulas import INDEX, row_sum
 from cumulant.kernels.streaming import Options, grid_of
-from cumulant.kernels.tiles import Arguments, Named, Program, Result, Tile, tile_sum
+from cumulant.kernels.tiles import Arguments, Band, Named, Program, Result, Tile, tile_sum
 
 __all__ = ["received", "visible"]
 
@@ -50,11 +50,14 @@ def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, 
     each key ``(*batch, N, c)``.
     """
     pairs = {n: x.detach() for n, x in arguments.items() if n in ("mask", "bias")}
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in (*arguments.values(), share)))
+    m, n = grid_of(arguments)
+    if not pairs and options.ring is None:
+        keys, queries = _within(options.band, n, share)
+        return keys.expand(*batch, m, 1), queries.expand(*batch, n, share.shape[-1])
     # Without features every score is 0, and -inf where a pair may not meet.
     empty = {n: arguments[n].detach()[..., :0] for n in ("query", "key")}
     given = {**empty, **pairs, "share": share}
-    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in (*arguments.values(), share)))
-    m, n = grid_of(arguments)
     program = Program(
         function=_visible,
         indices={**INDEX, "share": "i"},
@@ -68,6 +71,19 @@ def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, 
     )
     out = tile_sum(program, given)
     return out["keys"], out["queries"]
+
+
+def _within(band: Band, n: int, share: Tensor) -> tuple[Tensor, Tensor]:
+    """`visible` where a band says it all: differences of numbers, and of running sums."""
+    m = share.shape[-2]
+    i, j = (torch.arange(size, device=share.device) for size in (m, n))
+    start = torch.zeros_like(i) if band.lower is None else (i + band.lower).clamp(0, n)
+    stop = torch.full_like(i, n) if band.upper is None else (i + band.upper + 1).clamp(0, n)
+    keys = (stop - start).clamp_min(0).to(share.dtype).unsqueeze(-1)
+    start = torch.zeros_like(j) if band.upper is None else (j - band.upper).clamp(0, m)
+    stop = torch.full_like(j, m) if band.lower is None else (j - band.lower + 1).clamp(0, m)
+    sums = torch.nn.functional.pad(share.cumsum(-2), (0, 0, 1, 0))
+    return keys, sums[..., torch.maximum(start, stop), :] - sums[..., start, :]
 
 
 def _visible(tile: Tile, a: Arguments) -> Arguments:
