@@ -48,41 +48,10 @@ def inflation() -> tuple[Tensor, list[str]]:
     return series.values, list(series.labels or [])
 
 
-def two_regimes(y: Tensor, variances: int) -> cm.filtering.SwitchingLinearGaussian:
-    """Means apart by a standard deviation to either side, and one or two variances."""
-    seen = y[~y.isnan()]
-    noise = seen.var().expand(2, 1, 1) if variances == 2 else seen.var().expand(1, 1)
-    return cm.filtering.SwitchingLinearGaussian(
-        transition=torch.tensor([[0.8, 0.2], [0.1, 0.9]]).to(y),
-        dynamics=torch.zeros(0, 0),  # no state: a regression whose coefficients switch
-        dynamics_noise=torch.zeros(0, 0),
-        emission=torch.zeros(1, 0),
-        emission_bias=seen.mean() + seen.std() * torch.tensor([[-1.0], [1.0]]),
-        emission_noise=noise,
-        initial_mean=torch.zeros(0),
-        initial_covariance=torch.zeros(0, 0),
-    )
-
-
-def describe(found: cm.filtering.Fit) -> None:
-    """Parameters with standard errors, one line for each regime."""
-    model, errors = found.model, found.standard_errors
-    if errors is None:
-        raise SystemExit(f"no standard errors: {found.message}")
-    stay, stay_error = model.transition.diagonal(), errors["transition"].diagonal()
-    columns = {
-        "mean": (model.emission_bias[:, 0], errors["emission_bias"][:, 0]),
-        "variance": (
-            model.emission_noise.flatten().expand(2),
-            errors["emission_noise"].flatten().expand(2),
-        ),
-        "stays": (stay, stay_error),
-        "quarters": (1 / (1 - stay), stay_error / (1 - stay) ** 2),  # the delta method
-    }
-    print("regime" + "".join(f"{name:>20}" for name in columns))
-    for i, name in enumerate(REGIMES):
-        cells = [f"{value[i]:.3f} +- {error[i]:.3f}" for value, error in columns.values()]
-        print(f"{name:<6}" + "".join(f"{cell:>20}" for cell in cells))
+def two_regimes(variances: int) -> cm.filtering.ReadyModel:
+    """Two means, and one or two variances."""
+    what = ["mean", "variance"] if variances == 2 else ["mean"]
+    return cm.filtering.switching_mean_variance(REGIMES, switching=what)
 
 
 def compare(probability: Tensor, quarters: list[str]) -> None:
@@ -132,12 +101,12 @@ def main() -> None:
     print(f"{name}: {len(y)} quarters, {quarters[0]} - {quarters[-1]}")
     for variances in (1, 2):
         begin = time.perf_counter()
-        start = two_regimes(y, variances)
+        start = two_regimes(variances)
         found = cm.filtering.fit(start, y, starts=STARTS, tol=1e-7, order_by="emission_bias")
         spent = time.perf_counter() - begin
-        low = cm.filtering.smooth(found.model, cm.filtering.filter(found.model, y))
+        low = found.smoothed
         print(f"\n{'one variance' if variances == 1 else 'two variances'}")
-        describe(found)
+        print(found.summary())
         reached = sum(value > found.log_likelihood - 0.01 for value in found.starts)
         print(
             f"log-likelihood {found.log_likelihood:.4f}, by {reached} of {STARTS} starts, "

@@ -213,6 +213,7 @@ def test_columns_are_never_dropped_in_silence(file, cumulant, tmp_path):
         (None, ["--switching", "slope"], "--switching must name some of mean, variance, not"),
         (None, ["--switching", "coefficients"], "--switching must name some of mean, variance"),
         (None, ["--ar", "-1"], "--ar must be from 0 to 12"),
+        (lambda x: x[:5], [], "4 observations cannot tell 5 parameters; ask for fewer regimes"),
         (None, ["--starts", "0"], "--starts must be from 1 to 1000"),
         (None, ["--fit"], "--regimes makes and fits its own model"),
         (None, ["--model", "m.toml"], "--regimes makes and fits its own model"),

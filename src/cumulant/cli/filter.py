@@ -23,11 +23,13 @@ from cumulant.filtering.forecasting import forecast
 from cumulant.filtering.frames import Labels
 from cumulant.filtering.model import SwitchingLinearGaussian
 from cumulant.filtering.model_files import Names, example_files, read_model, write_model
+from cumulant.filtering.parameters import coordinates
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.recursion import Scheme, bounded, scheme_of
 from cumulant.filtering.series import Series, counted, listed, read_series
 from cumulant.filtering.smoothing import Smoothed, smooth
+from cumulant.filtering.structure import started
 from cumulant.filtering.tables import compared, labels_of, summarize, table
 
 MOST_AHEAD = 100_000
@@ -251,9 +253,16 @@ def _work(
 
 def _regimes(run: _Run, asked: Regimes, collapse: str | int) -> _Run:
     """The run with a ready model, fitted; names are those of the fitted order."""
+    y = run.series.values
+    free = sum(block.size for block in coordinates(started(run.model, y)).blocks)
+    if (there := int((~y.isnan()).sum())) <= free:
+        raise InputError(
+            f"{counted(there, 'observation')} cannot tell {free} parameters; ask for fewer regimes "
+            "or lags."
+        )
     with Shown("fitting") as progress:
         how: Any = {"progress": _shown(progress), "throw": False}
-        found = fit(run.model, run.series.values, collapse=collapse, starts=asked.starts, **how)
+        found = fit(run.model, y, collapse=collapse, starts=asked.starts, **how)
     labels = Labels(labels_of(run.series), tuple(run.series.names))
     found = replace(found, evidence=found.evidence._replace(labels=labels))
     path = write_model(run.folder / "fitted.toml", found.model, run.names)

@@ -260,11 +260,12 @@ def _quantiles(axes: Any, z: Any) -> None:
 
 def _correlations(axes: Any, z: Any, title: str) -> None:
     """Autocorrelations over pairs without a gap, and the band of white noise."""
-    n = int((~np.isnan(z)).sum())
-    centered = z - np.nanmean(z)
+    there = z[~np.isnan(z)]
+    centered = z - float(there.sum()) / len(there)
     lags = np.arange(1, min(LAGS, len(z) // 2) + 1)
-    found = [np.nansum(centered[k:] * centered[:-k]) / np.nansum(centered**2) for k in lags]
-    edge = 1.96 / np.sqrt(n)
+    whole = float(np.nansum(centered**2))
+    found = [float(np.nansum(centered[k:] * centered[:-k])) / whole for k in lags]
+    edge = 1.96 / np.sqrt(len(there))
     axes.axhspan(-edge, edge, color=BAND_COLOR, alpha=0.45, linewidth=0)
     axes.axhline(0.0, color=MUTED, linewidth=0.9)
     axes.vlines(lags, 0.0, found, color=COLORS[0], linewidth=2.2)

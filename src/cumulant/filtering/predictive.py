@@ -11,7 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,54 +40,54 @@ def residuals(post: Posterior) -> Tensor:
     tensor([1., 1.], dtype=torch.float64)
     """
     gaussian_posterior("residuals", post)
-    special = _special()
     y = torch.cat(post.observations, -2).detach().double().cpu()
     found: list[Tensor] = []
     begin = 0
     for belief in post.predicted_observations:
-        weights, mean, deviation = _components(belief)
-        here = y[..., begin : begin + mean.shape[-3], None, :].numpy()
+        log_weights, mean, deviation = _components(belief)
+        here = y[..., begin : begin + mean.shape[-3], None, :]
         begin += mean.shape[-3]
         score = (here - mean) / deviation
         below, above = (
-            special.logsumexp(special.log_ndtr(s * score), axis=-2, b=weights) for s in (1, -1)
+            (log_weights + _normal("log_ndtr", s * score)).logsumexp(-2) for s in (1, -1)
         )
         # From the nearer tail, where a probability has all its digits.
-        left, right = special.ndtri_exp(below), -special.ndtri_exp(above)
-        found.append(torch.from_numpy(np.where(below < above, left, right)))
+        found.append(
+            torch.where(below < above, _normal("ndtri_exp", below), -_normal("ndtri_exp", above))
+        )
     return torch.cat(found, -2).to(post.observations[0].dtype)
 
 
 def quantiles(post: Posterior, levels: list[float]) -> Tensor:
     """Quantiles of what is predicted at each step, ``(levels, T, p)``, of one series."""
-    special, probabilities = _special(), np.array(levels)[:, None, None]
+    probabilities = torch.tensor(levels, dtype=torch.float64)[:, None, None]
     found: list[Tensor] = []
     for belief in post.predicted_observations:
-        weights, mean, deviation = _components(belief)
-        low = (mean - 40 * deviation).min(-2) + 0 * probabilities
-        high = (mean + 40 * deviation).max(-2) + 0 * probabilities
+        log_weights, mean, deviation = _components(belief)
+        low = (mean - 40 * deviation).amin(-2).expand(len(levels), -1, -1)
+        high = (mean + 40 * deviation).amax(-2).expand(len(levels), -1, -1)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             score = (middle[..., None, :] - mean) / deviation
-            under = (weights * special.ndtr(score)).sum(-2) < probabilities
-            low, high = np.where(under, middle, low), np.where(under, high, middle)
-        found.append(torch.from_numpy((low + high) / 2))
+            under = (log_weights.exp() * _normal("ndtr", score)).sum(-2) < probabilities
+            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+        found.append((low + high) / 2)
     return torch.cat(found, -2)
 
 
-def _special() -> Any:
-    return import_module("scipy.special")
+def _normal(name: str, x: Tensor) -> Tensor:
+    """A function of the standard normal: log_ndtr, ndtr, or ndtri_exp, the inverse of the first."""
+    special: Any = import_module("scipy.special")
+    return torch.as_tensor(getattr(special, name)(x.numpy()))
 
 
-def _components(belief: Belief) -> tuple[Any, Any, Any]:
-    """Weights ``(..., T, K, 1)``, means and deviations ``(..., T, K, p)`` of the mixtures."""
+def _components(belief: Belief) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-weights ``(..., T, K, 1)``, means and deviations ``(..., T, K, p)`` of the mixtures."""
     joint = belief.log_weights.detach().double().cpu()
-    K, lead = joint.shape[-2:].numel(), joint.shape[:-2]
+    lead, pair = joint.shape[:-2], joint.shape[-2:]
     mean, covariance = (x.detach().double().cpu() for x in belief.message[:2])
-    p = mean.shape[-1]
-    at = len(lead)
-    pair = joint.shape[-2:]
-    mean = mean.expand(*lead, *pair, p).flatten(at, at + 1)
-    spread = covariance.diagonal(dim1=-2, dim2=-1).expand(*lead, *pair, p).flatten(at, at + 1)
-    weights = joint.flatten(-2).softmax(-1).reshape(*lead, K, 1)
-    return weights.numpy(), mean.numpy(), spread.clamp_min(1e-300).sqrt().numpy()
+    spread = covariance.diagonal(dim1=-2, dim2=-1)
+    p, at = mean.shape[-1], len(lead)
+    flat = [x.expand(*lead, *pair, p).flatten(at, at + 1) for x in (mean, spread)]
+    weights = joint.flatten(-2).log_softmax(-1)[..., None]
+    return weights, flat[0], flat[1].clamp_min(1e-300).sqrt()

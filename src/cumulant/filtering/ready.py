@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from cumulant.core.checks import whole
+from cumulant.core.typed import functions
 from cumulant.filtering.components import (
     VAGUE,
     Build,
@@ -82,7 +83,7 @@ def local_linear_trend(*, regimes: Regimes = 1, switching: Switching = None) -> 
     level, slope = build.variances("level", 0.1), build.variances("slope", 0.01)
     return build.model(
         dynamics=torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
-        dynamics_noise=torch.cat(torch.broadcast_tensors(level, slope), -1).diag_embed(),
+        dynamics_noise=torch.cat(functions.broadcast_tensors(level, slope), -1).diag_embed(),
         emission=torch.tensor([[1.0, 0.0]]),
         emission_noise=build.variances("noise", 0.5)[..., None],
         initial_mean=torch.zeros(2),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import tolist
 
 __all__ = ["ScaleBlock", "scale_block"]
 
@@ -73,11 +74,12 @@ def _shared(start: Tensor) -> list[int]:
 def scale_block(name: str, start: Tensor, groups: Tensor) -> ScaleBlock:
     """The block of a covariance that starts here; see `ScaleBlock` for `groups`."""
     n = start.shape[-1]
-    known = sorted(set(groups.tolist()) - {-1})
+    numbers: set[int] = set(tolist(groups.reshape(-1)))
+    known = sorted(numbers - {-1})
     if groups.shape != (n,) or known != list(range(len(known))) or not known:
         raise InputError(
             f"fit: free[{name!r}] must number the groups of its {n} elements 0, 1, ..., with -1 "
-            f"where they stay, not {groups.tolist()}."
+            f"where they stay, not {tolist(groups)}."
         )
     mask = torch.zeros_like(start, dtype=torch.bool)
     variances = start.diagonal(dim1=-2, dim2=-1)

@@ -190,13 +190,18 @@ def _joined(name: str, first: ReadyModel, second: ReadyModel) -> Tensor:
         if any(x.shape[0] != modes for x in parts):  # one mode among several
             parts = [x.expand(modes, *x.shape[1:]) for x in parts]
     if letters == "nn":
-        a, b = (x.shape[-1] for x in parts)
-        top = torch.cat([parts[0], parts[0].new_zeros(*parts[0].shape[:-1], b)], -1)
-        below = torch.cat([parts[1].new_zeros(*parts[1].shape[:-1], a), parts[1]], -1)
-        return torch.cat([top, below], -2)
+        return _blocks(*parts)
     if "n" in letters:  # the states of one after those of the other
         return torch.cat(parts, -1)
     return parts[0] + parts[1]
+
+
+def _blocks(first: Tensor, second: Tensor) -> Tensor:
+    """Two square matrices on the diagonal of one."""
+    a, b = first.shape[-1], second.shape[-1]
+    top = torch.cat([first, first.new_zeros(*first.shape[:-1], b)], -1)
+    below = torch.cat([second.new_zeros(*second.shape[:-1], a), second], -1)
+    return torch.cat([top, below], -2)
 
 
 def _labels(first: ReadyModel, second: ReadyModel) -> dict[Place, str]:
@@ -243,7 +248,7 @@ def _mask(name: str, first: ReadyModel, second: ReadyModel, a: Any, b: Any) -> T
         shape = [sizes[c] for c in SHAPES[name]] if x is None else x.shape[x.ndim - tail :]
         parts.append(torch.as_tensor(False if how is None else how).expand(shape))
     if SHAPES[name] == "nn":
-        return torch.block_diag(*[x.int() for x in parts]).bool()
+        return _blocks(*parts)
     return torch.cat(parts, -1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cumulant.core.checks import real
 from cumulant.core.errors import InputError
+from cumulant.core.typed import tolist
 from cumulant.filtering.frames import ModeNames, mode_names, need_pandas
 from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.series import counted
@@ -174,10 +176,10 @@ class Summary:
         """The probabilities of leaving regime i, with their standard errors."""
         if self.transition is None:
             return []
-        p: list[float] = self.transition[i].tolist()
+        p: list[float] = tolist(self.transition[i])
         errors = [math.nan] * len(p)
         if self.transition_errors is not None:
-            errors = self.transition_errors[i].tolist()
+            errors = tolist(self.transition_errors[i])
         return list(zip(p, errors, strict=True))
 
     def _repr_html_(self) -> str:
@@ -220,7 +222,7 @@ class Summary:
                 for x in self.estimates
             ],
             "level": self.level,
-            "transition": None if self.transition is None else self.transition.tolist(),
+            "transition": None if self.transition is None else tolist(self.transition),
             "expected_durations": [plain(x) for x, _ in self.durations],
         }
 
@@ -347,7 +349,9 @@ def _notes(found: Fit) -> list[str]:
         near = sum(x > found.log_likelihood - 0.01 for x in found.starts)
         notes.append(f"{near} of {len(found.starts)} starts reached this maximum.")
     if not found.converged or found.standard_errors is None:
-        notes.append(f"Note: {found.message}.")
+        notes += textwrap.wrap(f"Note: {found.message}.", WIDTH)
+    if found.observation_count <= found.parameter_count:
+        notes.append("There are no more observations than parameters: this says nothing.")
     return notes
 
 
@@ -361,7 +365,7 @@ def _estimates(found: Fit, regimes: Sequence[str]) -> list[Estimate]:
         x = found.model.parameters[name].detach()
         errors = None if found.standard_errors is None else found.standard_errors[name]
         places: list[tuple[int, ...]] = [
-            tuple(at) for at in found.evidence.moving[name].nonzero().tolist()
+            tuple(at) for at in tolist(found.evidence.moving[name].nonzero())
         ]
         for at in places:
             if name in COVARIANCES and at[-1] > at[-2]:
