@@ -255,9 +255,9 @@ class Attended(Lazy):
             return self.entropy
         source = self._source
         source.ready(f"renyi({order:g})")
-        G = source.tempered(1.0)
-        empty = G == -math.inf
-        tempered, G = (x.masked_fill(empty, 0.0) for x in (source.tempered(order), G))
+        normalizer = source.tempered(1.0)
+        empty = normalizer == -math.inf
+        G, tempered = (x.masked_fill(empty, 0.0) for x in (normalizer, source.tempered(order)))
         out = G - tempered if order == math.inf else (tempered - order * G) / (1 - order)
         return out.clamp_min(0.0).squeeze(-1).to(widened(self._dtype))
 
