@@ -52,9 +52,8 @@ def residuals(post: Posterior) -> Tensor:
             (log_weights + _normal("log_ndtr", s * score)).logsumexp(-2) for s in (1, -1)
         )
         # From the nearer tail, where a probability has all its digits.
-        found.append(
-            torch.where(below < above, _normal("ndtri_exp", below), -_normal("ndtri_exp", above))
-        )
+        left, right = _normal("ndtri_exp", below), -_normal("ndtri_exp", above)
+        found.append(torch.where(below < above, left, right))
     return torch.cat(found, -2).to(post.observations[0].dtype)
 
 
