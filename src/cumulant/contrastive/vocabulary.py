@@ -7,7 +7,7 @@ loss is G minus the target's score. Everything else is linear in the scores or a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -46,23 +46,29 @@ class LossLseEntropy(NamedTuple):
     entropy: Tensor
 
 
+class _Options(TypedDict, total=False):
+    """The keywords that do not change what is returned."""
+
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    reduction: Reduction
+    ignore_index: int | None
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    options: object
+    group: Any
+
+
 @overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
-    options: object = None,
-    group: Any = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -72,17 +78,9 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     return_lse: Literal[True],
     return_entropy: Literal[False] = False,
-    options: object = None,
-    group: Any = None,
+    **options: Unpack[_Options],
 ) -> LossAndLse: ...
 
 
@@ -92,17 +90,9 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     return_lse: Literal[False] = False,
     return_entropy: Literal[True],
-    options: object = None,
-    group: Any = None,
+    **options: Unpack[_Options],
 ) -> LossAndEntropy: ...
 
 
@@ -112,17 +102,9 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     return_lse: Literal[True],
     return_entropy: Literal[True],
-    options: object = None,
-    group: Any = None,
+    **options: Unpack[_Options],
 ) -> LossLseEntropy: ...
 
 

@@ -194,9 +194,9 @@ template <class T> static void tangent(const Problem& z) {
 }
 
 // The same where G alone is differentiated, as in losses: sums for many wide keys are written once for each block, so blocks are
-// large; but not beside the matrix of scores that is not stored, of which a block holds 1/32.
+// large; but where there are few queries, no more than a megabyte or 1/32 of the matrix of scores that is not stored.
 template <class T> static int lanes_for_losses(const Problem& z, int arrays) {
-  int most = z.M >= 2048 ? 64 : 32;
+  int most = z.M >= 2048 || int64_t(arrays) * z.N * 64 * int64_t(sizeof(T)) <= (int64_t(1) << 20) ? 64 : 32;
   while (most > LANES<T> && most > 16 && int64_t(arrays) * z.N * most * int64_t(sizeof(T)) > (int64_t(8) << 20)) most /= 2;
   return most;
 }
