@@ -58,7 +58,7 @@ _BENCHES = {
         "What the calculus of attention costs",
         """Attention and its derivatives against torch's attention.
 
-        About five minutes on two threads, ten on one; --quick takes fifteen seconds.""",
+        About five minutes; --quick takes fifteen seconds.""",
     ),
     "measures": (
         "What measures cost",

@@ -174,7 +174,8 @@ def double_backward() -> Callable[[], object]:
     """The gradient of a gradient at N = 16384; the first one is made before."""
     leaves = [torch.randn(_LONG, requires_grad=True) for _ in range(3)]
     first = torch.autograd.grad(_ours(*leaves).sum(), leaves, create_graph=True)
-    return lambda: torch.autograd.grad(first, leaves, [torch.ones_like(x) for x in leaves])
+    along = [torch.randn(_LONG) for _ in leaves]
+    return lambda: torch.autograd.grad(first, leaves, along)
 
 
 def _memory() -> list[Row]:
