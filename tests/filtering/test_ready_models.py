@@ -180,6 +180,18 @@ def test_an_autoregression_is_least_squares(series):
     assert found.standard_errors["dynamics"][0].tolist() == pytest.approx(theirs.bse[1:], rel=0.05)
 
 
+def test_a_level_that_wanders_far_is_fitted_as_by_statsmodels():
+    """Variances are a millionth of the series' own, as those of output in levels are."""
+    rng = np.random.default_rng(2)
+    y = 5000 + 30 * np.arange(50) + np.cumsum(rng.normal(size=50)) + 0.5 * rng.normal(size=50)
+    theirs = UnobservedComponents(y, "llevel").fit(disp=False, maxiter=200)
+    found = F.fit(F.local_level(), torch.tensor(y)[:, None], throw=False)
+    assert found.log_likelihood > theirs.llf - 0.01
+    params = [float(found.model.emission_noise), float(found.model.dynamics_noise)]
+    reached = UnobservedComponents(y, "llevel").loglike(params)
+    assert found.log_likelihood == pytest.approx(reached, abs=0.01)
+
+
 def test_means_and_variances_are_fitted_as_by_statsmodels():
     growth = 100 * np.diff(np.log(macrodata.load_pandas().data["realgdp"].to_numpy()))
     np.random.seed(0)

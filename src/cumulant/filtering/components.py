@@ -13,6 +13,7 @@ from cumulant.core.errors import InputError
 from cumulant.filtering.structure import Design, Place, ReadyModel
 
 __all__ = [
+    "FLAT",
     "VAGUE",
     "Build",
     "Q",
@@ -30,8 +31,10 @@ __all__ = [
 Regimes = int | Sequence[str]
 Switching = str | Sequence[str] | None
 
-# The variance of a start of which nothing is known, in variances of the series.
-VAGUE = 1e7
+# The variance of a start of which nothing is known, in variances of the series: small enough for
+# the filter to keep its digits without square roots. FLAT is for regimes with different means: the
+# first observations must not tell them apart.
+VAGUE, FLAT = 1e5, 1e7
 # The probability of staying in a regime, where a fit starts.
 STAY = 0.9
 # What `switching="variance"` stands for in a model with several variances.

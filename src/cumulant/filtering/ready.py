@@ -9,6 +9,7 @@ import torch
 from cumulant.core.checks import whole
 from cumulant.core.typed import functions
 from cumulant.filtering.components import (
+    FLAT,
     VAGUE,
     Build,
     Q,
@@ -128,7 +129,7 @@ def autoregression(order: int, *, regimes: Regimes = 1, switching: Switching = N
         emission_noise=torch.zeros(1, 1),
         emission_bias=build.means(),
         initial_mean=torch.zeros(p),
-        initial_covariance=(1.0 if "coefficients" in build.switching else VAGUE) * torch.eye(p),
+        initial_covariance=(1.0 if "coefficients" in build.switching else FLAT) * torch.eye(p),
         states=lagged("deviation", p),
         labels={
             ("emission_bias", (0,)): "mean",

@@ -102,21 +102,28 @@ class ReadyModel(SwitchingLinearGaussian):
         return new.designed(modes=tuple(self.design.modes[k] for k in order))
 
     def started(self, observations: Any) -> Self:
-        """The model in the units of a series: its mean and standard deviation, gaps left out."""
+        """The model in the units of a series: its mean and deviation, gaps left out.
+
+        A level, which may wander far, is measured by the steps of the series, but for its start.
+        """
         if self.design.units == "known":
             return self
-        y = series("started", self, observations).detach().flatten(0, -2)
-        mean = y.nanmean(0)
-        deviation = (y - mean).square().nanmean(0).sqrt()
-        deviation = torch.where(deviation > 0, deviation, 1.0)
+        y = series("started", self, observations).detach()
+        rows = y.flatten(0, -2)
+        mean = rows.nanmean(0)
+        deviation = _size(rows - mean)
+        wanders = self.design.units == "state" and "emission_bias" not in self.parameters
+        unit = _size(y.diff(dim=-2).flatten(0, -2)) if wanders else deviation
         given = {n: x.to(y) for n, x in self.parameters.items()}
-        scaled = _rows(given, deviation) if self.design.units == "rows" else _all(given, deviation)
+        scaled = _rows(given, unit) if self.design.units == "rows" else _all(given, unit)
         if "emission_bias" in scaled:
             scaled["emission_bias"] = scaled["emission_bias"] + mean
         elif self.design.units == "state":  # the first state is a level
             first = torch.zeros_like(scaled["initial_mean"])
             first[..., 0] = mean
             scaled["initial_mean"] = scaled["initial_mean"] + first
+            start = given["initial_covariance"] * deviation.square().maximum(unit.square())
+            scaled["initial_covariance"] = start
         return self._again(scaled).designed(units="known")
 
     def __add__(self, other: object) -> ReadyModel:
@@ -155,6 +162,12 @@ class ReadyModel(SwitchingLinearGaussian):
 def started(model: SwitchingLinearGaussian, observations: Any) -> SwitchingLinearGaussian:
     """Where a fit starts: a ready model without numbers of its own takes them from the series."""
     return model.started(observations) if isinstance(model, ReadyModel) else model
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean squares of the columns; 1 where there is nothing."""
+    found = x.square().nanmean(0).sqrt()
+    return torch.where(found > 0, found, 1.0)
 
 
 def _all(given: dict[str, Tensor], deviation: Tensor) -> dict[str, Tensor]:
