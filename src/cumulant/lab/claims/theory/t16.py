@@ -1,4 +1,4 @@
-"""T16: a residual layer as a step of an ODE, a repeated one as a fixed point, a gate as a clock."""
+"""T16: a residual layer as an ODE step, a repeated one as a fixed point, a gate as a clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLAIM = Claim(
     id="T16",
     title="Layers as dynamics",
     evidence="identity",
-    statement="A residual layer is a discretized differential equation, the same layer repeated "
-    "is a fixed-point iteration whose gradient the implicit function theorem gives, and a gate is "
+    statement="A residual layer is a discretized differential equation; the same layer repeated is "
+    "a fixed-point iteration, with its gradient from the implicit function theorem; and a gate is "
     "a step size: a warp of time.",
     source="main draft, §2.2; exponential family draft, §3.1",
     formula=r"x_{t+\tau} = x_t + \tau f(x_t) \to \dot{x} = f(x), \qquad "
@@ -48,8 +48,8 @@ CLAIM = Claim(
         unit_error: distance from the flow of one layer of step 1
     """),
     finding="Residual layers of step τ approach the flow with order {order:.2f}, gated ones the "
-    "flow in each token's own time with order {gated_order:.2f}. Repeated, the layer ends in the "
-    "fixed point that the solver finds, with the same gradient to {gradient_gap:.0e}.",
+    "flow in each token's own time with order {gated_order:.2f}. Repeated, the layer converges to "
+    "the fixed point that the solver finds, with the same gradient to {gradient_gap:.0e}.",
     caption="Left: both the residual sublayer and the gated one are Euler steps; halving the step "
     "halves the error. Right: repeated, the sublayer is a fixed-point iteration, which a solver "
     "shortens.",
