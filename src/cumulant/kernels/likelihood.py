@@ -46,7 +46,7 @@ def likelihood(
     Args:
         arguments: ``query`` ``(M, d)``, ``key`` ``(N, d)``, and optionally ``bias`` ``(1, N)`` and
             ``cap`` ``(1, 1)``.
-        target: ``(M,)``, the number of a key for each query.
+        target: ``(M,)``, a key index per query.
         level, share: ``(M,)``, c and a; constants.
     """
     names = tuple(arguments)
@@ -56,7 +56,7 @@ def likelihood(
 
 
 def _only_a_gradient(arguments: Mapping[str, Tensor]) -> bool:
-    """Whether a first gradient is wanted, and nothing else can be known to be."""
+    """Whether a first gradient is needed, and no other derivative can be."""
     learned = any(arguments[n].requires_grad for n in _LEARNED if n in arguments)
     few = arguments["key"].shape[-2] <= MOST_KEYS
     return torch.is_grad_enabled() and learned and few and not transformed()
