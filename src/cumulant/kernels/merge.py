@@ -115,7 +115,7 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
         return peak.masked_fill(peak == -math.inf, 0.0)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
-        # Each rank's column in a place of its own, zeros elsewhere: a sum, so its adjoint is known.
+        # Each rank's column in its own slot, zeros elsewhere: a sum, so its adjoint is known.
         places = [xs[0] if r == ranks.rank else torch.zeros_like(xs[0]) for r in range(ranks.size)]
         return add([places])
 

@@ -70,8 +70,8 @@ def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
 def potential(arguments: Named, wanted: tuple[str, ...]) -> Arguments:
     """``log_normalizer`` and the gradient of its sum over the queries, without derivative.
 
-    Queries count with weights ``cotangent log_normalizer``, where these are given. A bias that
-    wants its gradient must be one row for all queries.
+    Queries count with weights ``cotangent log_normalizer``, if given. A bias that needs a gradient
+    must be one row for all queries.
     """
     m, _ = _grid(arguments)
     shift = not scores_are_small(Options(), arguments)

@@ -23,7 +23,7 @@ from cumulant.kernels.workspace import Workspace
 
 __all__ = ["EXTRAS", "ORDER", "Options", "forward", "grid_of", "scores_are_small"]
 
-# What `forward` returns; the entropy only where asked for.
+# What `forward` returns; the entropy only on request.
 ORDER = ("mean", "log_normalizer", "entropy")
 
 

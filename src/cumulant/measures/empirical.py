@@ -237,7 +237,7 @@ class Empirical(Measure):
 
 def _column(x: Tensor | None) -> Tensor:
     if x is None:
-        raise RuntimeError("the kernel was asked for the entropy and did not return it")
+        raise RuntimeError("the kernel did not return the requested entropy")
     return x[..., 0]
 
 

@@ -54,7 +54,7 @@ special: Any = import_module("scipy.special")
 
 
 def boost(margins: Tensor, rounds: int) -> dict[str, Tensor]:
-    """AdaBoost as Freund and Schapire have it, in plain torch, with what each round leaves."""
+    """AdaBoost after Freund and Schapire, in plain torch, with the state after each round."""
     n, stumps = margins.shape
     weights, alpha = torch.full((n,), 1 / n, dtype=torch.float64), margins.new_zeros(stumps)
     product, kept = 1.0, dict[str, list[Any]](alpha=[], weights=[], product=[], chosen=[])

@@ -49,7 +49,7 @@ LENGTHS = [2, 4, 8, 16, 32, 64, 128]
 
 
 def unrolled(x: Tensor, W: Tensor, rounds: int) -> Tensor:
-    """z <- tanh(z W + x), so many times, in plain torch."""
+    """z <- tanh(z W + x), iterated in plain torch."""
     z = torch.zeros_like(x)
     for _ in range(rounds):
         z = torch.tanh(z @ W + x)

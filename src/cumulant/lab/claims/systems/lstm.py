@@ -100,7 +100,7 @@ def learned(before: Tensor, after: Tensor, kind: Tensor, kinds: int, patterns: T
 def cells(trial: Trial) -> tuple[float, float, float]:
     """torch's GRU cell against h + (1−z)(n−h), its LSTM cell against c + i(g−c).
 
-    The latter twice: where f + i = 1, and with an f of its own.
+    The latter twice: with f + i = 1, and with an independent f.
     """
     x, h, c = trial.normal(3, 16, 5)
     gru, lstm = torch.nn.GRUCell(5, 5).double(), torch.nn.LSTMCell(5, 5).double()
@@ -130,8 +130,8 @@ def warped(trial: Trial, x: Tensor) -> tuple[float, float, float]:
 
     Returns:
         The order with which gated layers approach the flow in warped time; error of a step with
-        a gate for each token; how far tokens with clocks of their own are from the flow at the
-        time of each, for each then sees the others at other times.
+        a gate for each token; distance of tokens with separate clocks from the flow at each
+        token's time, since each then sees the others at other times.
     """
     sphere, many = dynamics.Sphere(), trial.size(512, 64)
     counts = [16, 32, 64] if trial.quick else [32, 64, 128, 256, 512]

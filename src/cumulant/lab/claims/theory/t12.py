@@ -74,7 +74,7 @@ def shared_bias_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def mask_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """A mask by query gives each query a measure of its own: the keys it sees, no others."""
+    """A mask per query gives each query its own measure: the keys it sees."""
     seen = trial.uniform(len(q), len(k)) < 0.5
     seen[:, 0] = True
     own = [
@@ -85,7 +85,7 @@ def mask_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs with a sink logit, which joins the softmax and is then thrown away, for each sink.
+    """Outputs per sink logit, which joins the softmax and is then discarded.
 
     First as a measure, an atom at key 0 with value 0; then written out.
     """

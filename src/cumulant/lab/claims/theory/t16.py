@@ -69,7 +69,7 @@ def exact(x: Tensor, patterns: Tensor | None, end: float) -> Tensor:
 
 
 def layered(x: Tensor, k: int, size: Any, **how: Any) -> Tensor:
-    """The states after k layers whose steps have this size in all."""
+    """The states after k layers with this total step size."""
     how = {"step_size": size / k, "every": k, "observables": {}, **HOW, **how}
     return dynamics.simulate(x, k, **how).final
 
@@ -99,7 +99,7 @@ def measure(trial: Trial) -> Found:
     steps = [16, 32, 64, 128] if trial.quick else [64, 128, 256, 512, 1024]
     true = exact(x, None, 1.0)
     errors = [float(linalg.vector_norm(layered(x, k, 1) - true)) for k in steps]
-    # A gate of its own for each token: with fixed patterns token i lives in the time g_i t.
+    # One gate per token: with fixed patterns token i runs in its own time g_i t.
     gate = 0.3 + 1.2 * trial.uniform(8, 1)
     own = torch.cat([exact(x[i : i + 1], patterns, float(gate[i])) for i in range(8)])
     warped = [

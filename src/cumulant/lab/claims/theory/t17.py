@@ -124,7 +124,7 @@ def decay(trial: Trial, n: int, clouds: int, draws: int) -> dict[str, tuple[Tens
 
 
 def estimate(samples: Tensor) -> tuple[float, float]:
-    """A share and its standard error; without exceptions, what one of them would make."""
+    """A share and its standard error; at 0 or 1, the error that one exception would give."""
     count = len(samples)
     return float(samples.mean()), max(float(samples.std()), 1 / count**0.5) / count**0.5
 

@@ -91,7 +91,7 @@ def fitted_gain(replaced: Tensor, output: Tensor) -> float:
 
 
 def ablated(layer: Sublayer) -> dict[str, float]:
-    """How far the attention output moves if a part is left out; the block's for feed-forward."""
+    """Change of the attention output with one part removed; of the block for feed-forward."""
     block, x, scale = layer.block, layer.state, layer.scale
     dense = block.attention.output.dense
     query, key, value = layer.query, layer.key, layer.value

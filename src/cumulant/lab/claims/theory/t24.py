@@ -135,7 +135,7 @@ def sampled(trial: Trial, runs: int) -> Tensor:
 def measure(trial: Trial) -> Found:
     """Likelihood and gradient written out; a Boltzmann machine enumerated; many samples of G."""
     value, slope = likelihood(trial)
-    # Random couplings and random data: how far off it is varies, so many machines are asked.
+    # Random couplings and random data: the error varies, so use many machines.
     machines = [divergence(trial, 12) for _ in range(trial.size(100, 20))]
     gaps = torch.stack([x for x, _ in machines])
     drawn, spread, low, error, predicted = sampled(trial, trial.size(400, 60)).mT

@@ -124,7 +124,7 @@ def random_queries(layer: Sublayer, trial: Trial) -> Tensor:
 
 
 def flat(columns: list[Tensor]) -> Tensor:
-    """All heads; those without a figure are left out."""
+    """All heads, skipping those without a figure."""
     x = torch.cat(columns)
     return x[x.isfinite()]
 

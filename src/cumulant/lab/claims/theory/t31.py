@@ -80,7 +80,7 @@ CLAIM = Claim(
 def sides(v: Tensor, pairs: Tensor, least: float = 0.0) -> tuple[Tensor, Tensor]:
     """Both sides of the two laws: |v|²/2d with log p(w), <v, v'>/d with mutual information.
 
-    ``pairs`` counts neighbors; those that occur fewer than `least` times are left out.
+    ``pairs`` counts neighbors; those that occur fewer than `least` times are dropped.
     """
     joint = (pairs / pairs.sum()).double()
     p = joint.sum(-1)
