@@ -345,8 +345,8 @@ BAD = {
     "weights and symmetric": ({"log_weights": torch.zeros(4), "symmetric": True}, "call it twice"),
     "weights of another length": ({"log_weights": torch.zeros(5)}, "4 entries"),
     "infinite weights": ({"log_weights": torch.full((4,), -math.inf)}, "finite"),
-    "self is the positive": ({"exclude": "self"}, "leaves out a positive"),
-    "positive excluded": ({"exclude": torch.eye(4).bool()}, "leaves out a positive"),
+    "self is the positive": ({"exclude": "self"}, "removes a positive"),
+    "positive excluded": ({"exclude": torch.eye(4).bool()}, "removes a positive"),
     "exclude out of range": ({"exclude": torch.full((4, 1), 4)}, "between -1"),
     "exclude of no kind": ({"exclude": "others"}, "exclude must be"),
     "an empty queue that is all": (
@@ -354,7 +354,7 @@ BAD = {
         "empty; push",
     ),
     "no queue": ({"in_batch": False}, "missing"),
-    "queue of another width": ({"queue": torch.zeros(2, 5)}, "one d"),
+    "queue of another width": ({"queue": torch.zeros(2, 5)}, "same d"),
     "group": ({"group": object()}, "process group"),
 }
 
@@ -375,11 +375,11 @@ def test_bad_options(name):
         (torch.full((4, 3), math.inf), y, "infinity"),
         (x[:0], y, "there must be anchors"),
         (x, y[:3], "4 anchors and 3 keys"),
-        (x, y[:, :2], "one d"),
+        (x, y[:, :2], "same d"),
         (x[0], y, "shape"),
         (x.long(), y, "real tensor"),
         ([1.0], y, "real tensor"),
-        (x.expand(2, 4, 3), y.expand(3, 4, 3), "batch of the anchors"),
+        (x.expand(2, 4, 3), y.expand(3, 4, 3), "batch shape of the anchors"),
     ],
 )
 def test_bad_vectors(query, key, message):

@@ -481,7 +481,7 @@ def test_laws_of_other_sizes_are_refused():
         cm.Gaussian(t(0.5, 1.0), 1.0),
     ):
         for onto in (td.Normal, cm.Exponential):
-            with pytest.raises(cm.InputError, match="project each coordinate by itself"):
+            with pytest.raises(cm.InputError, match="project each coordinate separately"):
                 cm.project(source, onto)
 
 

@@ -108,12 +108,12 @@ BAD = {
     ),
     "sample of another size": (
         lambda: cm.project(torch.zeros(5, 2), cm.Poisson),
-        "Poisson is a law of 1 number",
+        "Poisson has dimension 1",
     ),
     "constant sample": (lambda: cm.project(torch.ones(5), cm.Gamma), "boundary"),
     "a family with something fixed": (
         lambda: cm.Binomial.from_expectation([2.0]),
-        "needs total_count=",
+        "takes only total_count=",
     ),
     "moments": (lambda: cm.maximum_entropy(torch.arange(6.0), 7.0), "outside the convex hull"),
     "moments of another size": (
@@ -122,7 +122,7 @@ BAD = {
     ),
     "from_torch": (lambda: cm.from_torch(td.Cauchy(0.0, 1.0)), "Cauchy is not among"),
     "from_torch of nothing": (lambda: cm.from_torch(3), "takes a torch.distributions object"),
-    "mixture of one": (lambda: cm.Mixture(cm.Poisson(1.0)), "must be a batch of measures"),
+    "mixture of one": (lambda: cm.Mixture(cm.Poisson(1.0)), "be a batch of untilted measures"),
     "rows that do not pair off": (
         lambda: cm.Poisson(1.0).tilt(torch.zeros(3, 1)).mean(torch.zeros(2, 1)),
         "must broadcast",

@@ -263,7 +263,7 @@ x = torch.randn(2, 5, 8)
         (lambda: Hopfield(8, dropout=2.0), "dropout"),
         (lambda: Hopfield(0), "state_size"),
         (lambda: Hopfield(8, project_state=False, head_size=4), "head_size"),
-        (lambda: Hopfield(8, stored_size=4, project_state=False, project_stored=False), "one size"),
+        (lambda: Hopfield(8, stored_size=4, project_state=False, project_stored=False), "be equal"),
         (lambda: Hopfield(8, project_value=False, read_size=3), "read_size"),
         (lambda: Hopfield(8, project_output=False, output_size=3), "output_size"),
         (lambda: Hopfield(8, value_through_stored=True, project_stored=False), "project_stored"),

@@ -1,4 +1,4 @@
-"""What people pass to `info_nce`, checked once."""
+"""Input checks of `info_nce`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["excluded", "inverse_temperature", "is_self", "vectors", "weights"]
 
 
 def is_self(exclude: Any) -> bool:
-    """Whether an anchor is not to meet itself."""
+    """Whether each anchor is excluded from its own keys."""
     return isinstance(exclude, str) and exclude == "self"
 
 
@@ -32,9 +32,9 @@ def vectors(
     *,
     empty: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Anchors over temperature, keys and queue as scores take them, and the caller's dtype.
+    """Anchors divided by temperature, keys and queue ready for scoring, and the caller's dtype.
 
-    `empty` allows that there are no anchors or keys here, where other ranks may have some.
+    `empty` allows this rank to have no anchors or keys, since other ranks may have some.
     """
     if similarity not in ("cosine", "dot"):
         raise InputError(f"info_nce: similarity must be cosine or dot, not {similarity!r}.")
@@ -60,7 +60,7 @@ def vectors(
 
 
 def _check_kinds(given: dict[str, Any]) -> None:
-    """Dense real tensors on one device, with one number of features."""
+    """Check for dense real tensors on one device with the same number of features."""
     query = given["query"]
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype not in _KINDS or x.layout != torch.strided:
@@ -70,11 +70,11 @@ def _check_kinds(given: dict[str, Any]) -> None:
         if x.ndim < 2 or x.shape[-1] != query.shape[-1]:
             shapes = ", ".join(f"{n}={tuple(y.shape)}" for n, y in given.items())
             raise InputError(
-                f"info_nce: query, key and queue must have shape (*batch, length, d) with one d. "
-                f"Got {shapes}."
+                f"info_nce: query, key and queue must have shape (*batch, length, d), same d; got "
+                f"{shapes}."
             )
         if x.device != query.device:
-            raise InputError("info_nce: query, key and queue must be on one device.")
+            raise InputError("info_nce: query, key and queue must be on the same device.")
 
 
 def _check_shapes(query: Tensor, key: Tensor, queue: Tensor | None, *, empty: bool) -> None:
@@ -85,15 +85,15 @@ def _check_shapes(query: Tensor, key: Tensor, queue: Tensor | None, *, empty: bo
         )
     if key.ndim > 2 and key.shape[:-2] != query.shape[:-2]:
         raise InputError(
-            f"info_nce: keys must have the batch of the anchors, or none, but have "
-            f"{tuple(key.shape[:-2])} against {tuple(query.shape[:-2])}."
+            f"info_nce: keys must have the batch shape of the anchors, or none; got "
+            f"{tuple(key.shape[:-2])} and {tuple(query.shape[:-2])}."
         )
     if queue is not None and queue.ndim != 2:
         raise InputError(f"info_nce: queue must have shape (Q, d), not {tuple(queue.shape)}.")
 
 
 def _norm(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors and their norms; rescaled first where squares would leave the range of numbers."""
+    """Vectors and their norms; rescaled first where the squares would over- or underflow."""
     norm = linalg.vector_norm(y, dim=-1, keepdim=True)
     info = torch.finfo(y.dtype)
     if holds((norm < info.max**0.5) & (norm > info.tiny**0.5 / info.eps)) is not False:
@@ -105,17 +105,17 @@ def _norm(y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _zero(name: str) -> str:
     return (
-        f"info_nce: {name} holds a zero vector, which has no direction; leave it out, or use "
+        f"info_nce: {name} holds a zero vector, which has no direction; remove it, or use "
         'similarity="dot".'
     )
 
 
 def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
-    """1/t, of a number or a tensor with one entry."""
+    """1/t for a number or a one-entry tensor."""
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1 or not temperature.is_floating_point():
             raise InputError(
-                "info_nce: a tensor temperature must be real and have one entry, but is "
+                "info_nce: a tensor temperature must be real and have one entry; got "
                 f"{temperature.dtype} of shape {tuple(temperature.shape)}."
             )
         value = temperature.reshape(()).to(like.device, like.dtype)
@@ -140,9 +140,9 @@ def inverse_temperature(temperature: Any, like: Tensor) -> Tensor | float:
 def excluded(
     exclude: Any, positives: Positives, query: Tensor, key: Tensor, *, first: int = 0
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-    """Pairs that do not count, as tags or as a mask of those that do.
+    """Excluded pairs, as tags or as a mask of the pairs that remain.
 
-    Anchor i is, as a key, number `first` + i.
+    Anchor i is key number `first` + i.
     """
     if exclude is None or (isinstance(exclude, Tensor) and exclude.shape[-1:] == (0,)):
         return None, None
@@ -161,7 +161,7 @@ def excluded(
     else:
         if isinstance(exclude, Tensor):
             if exclude.is_floating_point() or exclude.is_complex():
-                raise InputError(f"info_nce: exclude must be whole numbers, not {exclude.dtype}.")
+                raise InputError(f"info_nce: exclude must hold integers, not {exclude.dtype}.")
             index = exclude.to(query.device).long()
             index = index[:, None] if index.ndim == 1 else index
             _shape("exclude", index, (*query.shape[:-2], m, index.shape[-1] if index.ndim else 1))
@@ -178,8 +178,8 @@ def excluded(
     require(
         ~overlap,
         lambda: (
-            "info_nce: exclude leaves out a positive, and a loss needs its positives. For views of "
-            "the same things use nt_xent, or say with positives= or labels= what belongs together."
+            "info_nce: exclude removes a positive, which the loss needs. For augmented views use "
+            "nt_xent, or name the positives with positives= or labels=."
         ),
     )
     return tags, mask
@@ -196,27 +196,27 @@ def _shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 def weights(
     log_weights: Any, key: Tensor, queue: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Log-weights of the keys and of the queue, as rows ``(*batch, 1, N)``."""
+    """Log-weights of the keys and the queue, as rows ``(*batch, 1, N)``."""
     if log_weights is None:
         return None, None
     if not isinstance(log_weights, Tensor) or not log_weights.is_floating_point():
-        raise InputError("info_nce: log_weights must be a real tensor, one entry for each key.")
+        raise InputError("info_nce: log_weights must be a real tensor with one entry per key.")
     n, more = key.shape[-2], 0 if queue is None else queue.shape[-2]
     if log_weights.ndim < 1 or log_weights.shape[-1] not in (n, n + more):
         raise InputError(
-            f"info_nce: log_weights must have {n} entries, one for each key"
+            f"info_nce: log_weights must have {n} entries, one per key"
             + (f", or {n + more} with the queue" if more else "")
             + f", but have shape {tuple(log_weights.shape)}."
         )
     if not broadcasts_to(log_weights.shape[:-1], key.shape[:-2]):
         raise InputError(
-            f"info_nce: log_weights must broadcast to the batch of the keys, "
-            f"{tuple(key.shape[:-2])}, but have {tuple(log_weights.shape[:-1])}."
+            f"info_nce: log_weights must broadcast to the batch shape of the keys, "
+            f"{tuple(key.shape[:-2])}; got {tuple(log_weights.shape[:-1])}."
         )
     rows = log_weights.to(key.device, key.dtype)[..., None, :]
-    require(rows.isfinite(), lambda: "info_nce: log_weights must be finite; to drop keys, exclude.")
+    require(rows.isfinite(), lambda: "info_nce: log_weights must be finite; exclude= drops keys.")
     require(
         rows <= torch.finfo(rows.dtype).max / 2,
-        lambda: f"info_nce: log_weights leave the range of {rows.dtype}; scale them down.",
+        lambda: f"info_nce: log_weights overflow {rows.dtype}; scale them down.",
     )
     return rows[..., :n], rows[..., n:] if rows.shape[-1] > n else None

@@ -1,1 +1,1 @@
-"""What every room needs and nobody should write twice."""
+"""Utilities shared by every package: checks, errors, files, outcomes, precision, randomness."""

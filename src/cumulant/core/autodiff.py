@@ -11,7 +11,7 @@ __all__ = ["on_tape", "transformed"]
 
 
 def on_tape(*tensors: Tensor) -> bool:
-    """Whether derivatives in any of these tensors may be asked for: tape, dual or transform."""
+    """Whether any of these tensors may be differentiated: by tape, dual numbers or a transform."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     wrapped = functorch.is_functorch_wrapped_tensor

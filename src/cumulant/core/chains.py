@@ -1,4 +1,4 @@
-"""The stationary law of a Markov chain: one algorithm for every room."""
+"""The stationary distribution of a Markov chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StationaryLaw", "stationary_law"]
 
 
 class StationaryLaw(NamedTuple):
-    """A law pi with pi T = pi, ``(*batch, n)``, and whether it is the only one, ``(*batch,)``."""
+    """A pi with pi T = pi, ``(*batch, n)``, and whether it is the only one, ``(*batch,)``."""
 
     law: Tensor
     unique: Tensor
@@ -24,12 +24,12 @@ class StationaryLaw(NamedTuple):
 def stationary_law(transition: Tensor) -> StationaryLaw:
     """pi = pi T for transition matrices ``(*batch, n, n)`` whose rows sum to one.
 
-    pi is the average over t of u T^t, u uniform; where several laws are stationary, that is the one
-    which a uniform start leads to. (T + I) / 2 has the same limit and no periods, and squaring it
-    takes 2^64 steps, in which everything transient vanishes. Nothing is subtracted, so small
-    entries are as accurate as large ones, even where the chain nearly falls apart.
+    pi is the average over t of u T^t, u uniform; if several distributions are stationary, it is the
+    one reached from a uniform start. (T + I) / 2 has the same limit and is aperiodic; repeated
+    squaring takes it 2^64 steps, after which no transient is left. Nothing is subtracted, so small
+    entries are as accurate as large ones, even for a nearly reducible chain.
 
-    Derivatives of any order come from the equation pi (I - T + 1 1') = 1' where pi is unique.
+    Where pi is unique, derivatives of any order come from pi (I - T + 1 1') = 1'.
 
     >>> import torch
     >>> from cumulant.core.chains import stationary_law
@@ -46,7 +46,7 @@ def stationary_law(transition: Tensor) -> StationaryLaw:
 
 
 def _limit(T: Tensor) -> Tensor:
-    """T^t for large t, averaged over its periods: row i is where state i leads."""
+    """T^t for large t, averaged over its period: row i is the long-run law from state i."""
     n = T.shape[-1]
     power = (T + torch.eye(n, dtype=T.dtype, device=T.device)) / 2
     for _ in range(64):

@@ -1,4 +1,4 @@
-"""Checks of what people pass: numbers, parameters and shapes, once, at the public edge."""
+"""Input checks at the public edge: numbers, parameters and shapes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = [
 
 
 def holds(condition: Tensor) -> bool | None:
-    """Whether a condition is true everywhere; None where that cannot be known.
+    """Whether a condition is true everywhere; None if that cannot be known.
 
-    Inside vmap no single answer exists, and a graph that is being traced has no values yet.
+    Inside vmap there is no single answer, and a graph being traced has no values yet.
     """
     if tracing():
         return None
@@ -49,20 +49,20 @@ def holds(condition: Tensor) -> bool | None:
 
 
 def require(condition: Tensor, message: Callable[[], str]) -> None:
-    """Raise unless the condition is true everywhere, as far as it can be known."""
+    """Raise unless the condition is true everywhere or cannot be evaluated."""
     if holds(condition) is False:
         raise InputError(message())
 
 
 def _sum_is_finite(x: Tensor) -> bool:
-    """Whether one pass without temporaries shows that no entry is NaN or infinite."""
+    """Whether every entry is provably finite, from one pass without temporaries."""
     return holds(x.detach().sum().isfinite()) is True
 
 
 def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
-    """Parameters as real tensors of one dtype without NaN, and whether none was a tensor before.
+    """Parameters as real tensors of one dtype without NaN, and whether all were plain numbers.
 
-    Plain numbers become float64, and later take the precision of the natural parameters.
+    Plain numbers become float64 and later take the precision of the natural parameters.
     """
     out: dict[str, Tensor] = {}
     for name, x in given.items():
@@ -80,7 +80,7 @@ def numbers(owner: str, **given: Any) -> tuple[dict[str, Tensor], bool]:
     tensors = [out[n] for n, x in given.items() if isinstance(x, Tensor)]
     if len({x.device for x in tensors}) > 1:
         places = ", ".join(f"{n} on {out[n].device}" for n in given)
-        raise InputError(f"{owner}: all parameters must be on one device, but got {places}.")
+        raise InputError(f"{owner}: all parameters must be on the same device; got {places}.")
     if tensors:
         kind = tensors[0].dtype
         for x in tensors:
@@ -102,7 +102,7 @@ def _extremes(x: Tensor) -> str:
 
 
 def positive(owner: str, name: str, x: Tensor) -> Tensor:
-    """`x`, if it is positive and finite."""
+    """Return `x` if it is positive and finite."""
     require(
         (x > 0) & x.isfinite(),
         lambda: f"{owner}: {name} must be positive and finite; it ranges from {_extremes(x)}.",
@@ -111,7 +111,7 @@ def positive(owner: str, name: str, x: Tensor) -> Tensor:
 
 
 def probability(owner: str, name: str, x: Tensor) -> Tensor:
-    """`x`, if it lies in [0, 1]."""
+    """Return `x` if it lies in [0, 1]."""
     require(
         (x >= 0) & (x <= 1),
         lambda: f"{owner}: {name} must lie in [0, 1]; it ranges from {_extremes(x)}.",
@@ -120,14 +120,14 @@ def probability(owner: str, name: str, x: Tensor) -> Tensor:
 
 
 def finite(owner: str, name: str, x: Tensor) -> Tensor:
-    """`x`, if no entry is infinite."""
+    """Return `x` if no entry is infinite."""
     if not _sum_is_finite(x):
         require(x.isfinite(), lambda: f"{owner}: {name} must be finite, but holds an infinity.")
     return x
 
 
 def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
-    """A symmetric positive definite matrix ``(..., d, d)``, averaged with its transpose."""
+    """Return a symmetric positive definite matrix ``(..., d, d)``, exactly symmetrized."""
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise InputError(f"{owner}: {name} must be square, (..., d, d), but is {tuple(x.shape)}.")
     tolerance = 1e3 * torch.finfo(x.dtype).eps
@@ -154,11 +154,11 @@ def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
 def semi_definite(owner: str, name: str, x: Tensor) -> None:
     """Raise unless x is a symmetric positive semi-definite matrix ``(..., d, d)``, up to rounding.
 
-    Eigenvalues are those of correlations, so that a large variance does not hide a negative one.
+    It tests the eigenvalues of the correlations, so a large variance cannot hide a negative one.
     """
     if x.shape[-1] == 0:
         return
-    # What rounding, or a finite difference, may do to a symmetry.
+    # The asymmetry that rounding, or a finite difference, may cause.
     slack = 1e-5
     size = x.detach().abs().amax((-2, -1), keepdim=True)
     require(
@@ -170,7 +170,7 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
     )
     P = ((x + x.mT) / 2).detach()
     variances = P.diagonal(dim1=-2, dim2=-1)
-    # What has no variance must have no covariance, up to rounding of the largest entry.
+    # A zero variance implies zero covariances, up to rounding of the largest entry.
     least = torch.finfo(x.dtype).eps * size[..., 0]
     unit = variances.clamp_min(least).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
     correlations = P / unit[..., :, None] / unit[..., None, :]
@@ -181,13 +181,13 @@ def semi_definite(owner: str, name: str, x: Tensor) -> None:
         lambda: (
             f"{owner}: {name} must be positive semi-definite; its smallest eigenvalue is "
             f"{float(linalg.eigvalsh(P).min()):.3g}, that of its correlations "
-            f"{float(lowest.min()):.3g}. Variances go on the diagonal, not standard deviations."
+            f"{float(lowest.min()):.3g}. Put variances on the diagonal, not standard deviations."
         ),
     )
 
 
 def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:
-    """Log-weights ``(..., size)``: each finite or -inf, not all -inf."""
+    """Check log-weights ``(..., size)``: each finite or -inf, not all -inf."""
     if x.ndim < 1 or x.shape[-1] != size:
         raise InputError(
             f"{owner}: {name} must have one entry for each of the {size} points or components in "
@@ -207,7 +207,7 @@ def log_masses(owner: str, name: str, x: Tensor, size: int) -> Tensor:
 
 
 def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
-    """The shape that all of these broadcast to, or None where there is none.
+    """The shape that all of these broadcast to, or None.
 
     >>> from cumulant.core.checks import common_shape
     >>> common_shape((3, 1), (4,)), common_shape((3,), (4,))
@@ -220,7 +220,7 @@ def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
 
 
 def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a tensor of this shape can be expanded to the target, which stays as it is.
+    """Whether a tensor of this shape broadcasts to exactly the target shape.
 
     >>> from cumulant.core.checks import broadcasts_to
     >>> broadcasts_to((3, 1), (2, 3, 4)), broadcasts_to((2, 3, 4), (3, 1))
@@ -230,7 +230,7 @@ def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
-    """The common batch shape, or an error that names the shapes."""
+    """The common batch shape; the error names the shapes."""
     common = common_shape(*shapes.values())
     if common is None:
         told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
@@ -239,7 +239,7 @@ def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
 
 
 def whole(owner: str, name: str, value: Any, least: int) -> int:
-    """An integer >= `least`."""
+    """Return an integer >= `least`."""
     try:
         truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
         number = -math.inf if truth else operator.index(value)
@@ -259,7 +259,7 @@ def real(
     most: float = math.inf,
     open_at_least: bool = False,
 ) -> float:
-    """A finite number from `least` to `most`; `open_at_least` excludes `least` itself."""
+    """Return a finite number in [`least`, `most`]; `open_at_least` excludes `least` itself."""
     try:
         out = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Compiled code: whether a graph is being traced here, and what torch.compile is kept out of."""
+"""Compiled code: detect graph tracing, and exclude functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-# The number of nested transforms of torch.func around us; torch has no public name for it.
+# Depth of nested torch.func transforms; torch has no public name for it.
 _level: Callable[[], int | None] = functorch.maybe_current_level
 
 
 def transforms() -> int:
-    """How many transforms of ``torch.func`` are around us; in compiled code while it is traced."""
+    """Number of enclosing ``torch.func`` transforms; in compiled code, at trace time."""
     return _level() or 0
 
 
@@ -34,9 +34,9 @@ _REASON = (
 
 
 def tracing() -> bool:
-    """Whether this code is recorded as a graph: by ``torch.compile``, ``export`` or ``make_fx``.
+    """Whether this code is being traced by ``torch.compile``, ``export`` or ``make_fx``.
 
-    Also where tensors have shapes but no values (``FakeTensorMode``).
+    Also true if tensors have shapes but no values (``FakeTensorMode``).
     """
     if torch.compiler.is_compiling():
         return True
@@ -48,10 +48,10 @@ def tracing() -> bool:
 
 
 def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Break the graph of compiled code here and run `function` as it stands.
+    """Break the graph of compiled code here and run `function` eagerly.
 
     ``torch.compiler.disable`` does that, but importing its machinery takes over a second, so it is
-    used only once something else has loaded it.
+    used only if something else has already loaded it.
     """
     disabled: list[Any] = []
 

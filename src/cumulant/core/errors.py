@@ -1,4 +1,4 @@
-"""The exceptions: input that means nothing, work that missed its goal, ranks that were lost."""
+"""Exceptions: invalid input, failed convergence, lost ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class InputError(ValueError, RuntimeError):
-    """What was expected, what came, and the likely remedy, in one line.
+    """Invalid input; the message says what was expected, what was received and the likely remedy.
 
-    It is a ValueError, and a RuntimeError too because that is what torch's own attention raises
-    and drop-in code may catch.
+    It is a ValueError, and also a RuntimeError because torch's own attention raises that and code
+    written for it may catch it.
     """
 
 
 class UnknownFieldError(InputError):
-    """A field of a result that nothing at hand determines; ``why`` says what is missing."""
+    """A result field that cannot be determined from the input; ``why`` says what is missing."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name} is not known here: {why}")
@@ -26,8 +26,8 @@ class UnknownFieldError(InputError):
 
 
 class ConvergenceError(RuntimeError):
-    """An iteration did not reach its goal. The message is a diagnosis: what happened, the likely
-    cause, what to try.
+    """An iteration did not converge. The message says what happened, the likely cause and what to
+    try.
 
     ``result`` is the object that ``throw=False`` returns.
     """
@@ -40,11 +40,11 @@ class ConvergenceError(RuntimeError):
 class NoSolutionError(ConvergenceError, InputError):
     """The problem has no solution: for example, a mean outside the convex hull of the support.
 
-    The input is at fault, so it is an `InputError`; and no iteration can reach the goal, so it is
-    a `ConvergenceError` with a ``result``. Catch whichever fits: code that checks its input, or
-    code that falls back when a solver fails.
+    It is an `InputError` because the input is at fault, and a `ConvergenceError` with a ``result``
+    because no iteration can converge. Catch the one that fits: the first to check input, the
+    second to fall back when a solver fails.
     """
 
 
 class GroupError(RuntimeError):
-    """The processes of a group cannot continue: one died, or they are in different calls."""
+    """A process group cannot continue: a rank died, or the ranks are in different calls."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: everything the library writes goes through `whole_file`."""
+"""Atomic file writes: everything the library writes goes through `whole_file`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
-    """A new, empty file beside the target; it replaces the target when the block ends well.
+    """A new, empty file beside the target; replaces the target when the block succeeds.
 
-    Readers see the old file or the new one, never a part, and any number of processes may write the
-    same path. If the block fails or is interrupted, the old file stays and the new one is removed.
-    A new file has the permissions of the umask, a replaced one keeps its own. A link stays: the
-    file that it points to is replaced.
+    Readers see the old file or the new one, never a partial one, and any number of processes may
+    write the same path. If the block fails or is interrupted, the old file stays and the new one is
+    removed. New files follow the umask; replaced files keep their permissions. A symbolic link
+    stays: the file it points to is replaced.
 
     Raises:
         InputError: the target cannot be written; see `destination`.
     """
     target = destination(path)
-    # Writers go by the suffix. The stem is left out: with it, a long name would become too long.
+    # Writers choose the format by suffix. Drop the stem: with it, a long name would be too long.
     part = target.with_name(f".cumulant-{secrets.token_hex(8)}{Path(path).suffix[:16]}")
     made = False
     try:
@@ -63,7 +63,7 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[Path]:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write text (as UTF-8) or bytes, whole or not at all.
+    """Write text (as UTF-8) or bytes atomically.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -76,11 +76,12 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
-    """Where `whole_file` will write, links resolved. Call it before long work, to fail early.
+    """Where `whole_file` will write, links resolved. Call it before long work to fail early.
 
     Raises:
-        InputError: no folder, a folder, device, pipe, socket or open file (``/dev/stdout``) in its
-            place, a name that is too long or holds control characters, no permission.
+        InputError: the parent folder is missing; the target is a folder, device, pipe, socket or
+            open file (``/dev/stdout``); the name is too long or holds control characters; no
+            permission.
     """
     given = _as_path(path)
     try:
@@ -105,10 +106,10 @@ def destination(path: str | os.PathLike[str]) -> Path:
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if it is not there.
+    """The folder, created if missing.
 
     Raises:
-        InputError: it cannot be made, or not written to.
+        InputError: it cannot be created or written to.
     """
     path = _as_path(folder)
     try:
@@ -123,7 +124,7 @@ def make_folder(folder: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def interrupts_held() -> Generator[None]:
-    """Ctrl-C waits until the block is done. Other threads than the main one never see it."""
+    """Defer Ctrl-C until the block is done. Only the main thread ever receives it."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -139,7 +140,7 @@ def interrupts_held() -> Generator[None]:
 
 
 def printable(text: object) -> str:
-    r"""Text in which control characters are spelled out: no name can steer a terminal.
+    r"""Escape control characters, so that no name can control a terminal.
 
     >>> print(printable("run\x1b[2J\n.npz"))
     run\x1b[2J\n.npz
@@ -167,7 +168,7 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def _is_open_file(path: Path) -> bool:
-    """Whether it is, or links to, a file descriptor: replacing its file would lose what it has."""
+    """Whether it is, or links to, an open file descriptor: replacing its file would lose data."""
     while path.is_symlink():
         folder = os.path.realpath(path.parent)
         if folder.startswith("/proc/") and folder.endswith("/fd"):

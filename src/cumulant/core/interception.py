@@ -1,28 +1,28 @@
-"""The one owner of whatever the library changes, for a while, in torch and in other packages.
+"""All temporary patches of torch and other packages.
 
-A `Scope` is a context manager made of *effects*, each of which can be put in and taken out again:
+A `Scope` is a context manager made of *effects*, each of which can be applied and undone:
 
-- `Handler`: a function of a module or class, say ``F.layer_norm``, goes through our handler first;
+- `Handler`: calls of a module's or class's function, say ``F.layer_norm``, go to our handler first;
 - `Hook`: a function that runs before or after a module's forward pass;
-- `Setting`: an attribute that has another value;
+- `Setting`: an attribute with another value;
 - `Afterwards`: a call at the end.
 
-What is guaranteed:
+Guarantees:
 
-- *Any order.* Scopes may be entered and left in any order, in any thread, in any task. To leave is
-  to remove one's own effects. With the last handler gone, the very object that we found is back.
+- *Any order.* Scopes may be entered and left in any order, in any thread, in any task. Leaving a
+  scope removes only its own effects. After the last handler, the original object is restored.
 - *Composition.* Calls pass the observers first, then the replacements, each kind from the last
-  entered to the first, and then what we found: an observer sees what a replacement answers.
+  entered to the first, then the original: an observer sees the result of a replacement.
 - *Contexts.* A replacement acts in the context (thread, asyncio task) that entered it, and in tasks
-  made inside; a thread started inside sees torch's own. An observer also sees every other thread,
-  because a model under observation may run in any; it does not see other tasks of its own thread.
-- *Other people's patches.* We call what stood there when we came. What somebody puts on top of us
-  stays when we leave; underneath, our stand-in then only calls what it found. If it comes to light
-  again, it removes itself when it is next called, entered or left.
-- *Interrupts.* Ctrl-C while entering, inside or leaving leaves nothing behind. There is one gap
-  that Python cannot close: before the first instruction of ``__exit__`` (and in what other context
-  managers do around ours). Then everything is undone when the exception's traceback is released,
-  because nothing refers to the scope any more.
+  created inside; a thread started inside sees the original. An observer also sees every other
+  thread, because an observed model may run in any; it does not see other tasks of its own thread.
+- *Third-party patches.* We call what was there when we patched. A patch on top of ours stays when
+  we leave; ours then only forwards to what it found. If ours becomes the outermost again, it
+  removes itself the next time it is called, entered or left.
+- *Interrupts.* Ctrl-C while entering, inside or leaving leaves nothing behind. Python leaves one
+  gap: before the first instruction of ``__exit__`` (and in other context managers around ours).
+  Everything is then undone when the exception's traceback is released, because nothing else refers
+  to the scope.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _lock = threading.RLock()  # re-entrant: a signal handler, or a scope that dies,
 
 
 class Effect(Protocol):
-    """Something that `Scope` puts in and takes out. Both may be called again when interrupted."""
+    """Something that `Scope` applies and undoes. Either may be called again after an interrupt."""
 
     def put(self, token: Token) -> None: ...
 
@@ -57,7 +57,7 @@ class Effect(Protocol):
 
 
 class Begun(NamedTuple, Generic[T]):
-    """What a scope is made of: what ``as`` binds, its effects, a check after leaving normally."""
+    """The parts of a scope: what ``as`` binds, its effects, a check after a normal exit."""
 
     result: T
     effects: Sequence[Effect]
@@ -65,10 +65,10 @@ class Begun(NamedTuple, Generic[T]):
 
 
 class Scope(ContextDecorator, Generic[T]):
-    """A context manager whose effects come off again, whatever happens; also a decorator.
+    """A context manager whose effects are always undone; also a decorator.
 
     Args:
-        begin: called at each entering; it must change nothing by itself.
+        begin: called on each entry; must have no side effects itself.
     """
 
     def __init__(self, begin: Callable[[], Begun[T]]) -> None:
@@ -80,7 +80,7 @@ class Scope(ContextDecorator, Generic[T]):
 
     def __enter__(self) -> T:
         if self._entered is not None:
-            raise InputError("This context was entered before: make a new one for each `with`.")
+            raise InputError("This context was already entered: make a new one for each `with`.")
         begun = self._begin()
         try:
             token = Token(self, begun.effects)
@@ -112,10 +112,10 @@ class Scope(ContextDecorator, Generic[T]):
 
 
 class Token:
-    """Stands for one entered scope in all its effects, which act as long as it is alive.
+    """Represents one entered scope in all its effects, which act as long as it is alive.
 
-    It refers to its scope weakly. A scope that dies without having been left is undone then; one
-    that was left has no such reference any more, so that its end runs no code.
+    It refers to its scope weakly. A scope that dies without being left is undone then; a scope that
+    was left drops the reference, so its finalization runs no code.
     """
 
     def __init__(self, scope: Scope[Any], effects: Sequence[Effect]) -> None:
@@ -142,7 +142,7 @@ class Token:
 
 
 class _Thread(threading.local):
-    """Tells threads apart; their numbers are used again."""
+    """Identifies a thread; thread ids alone are reused."""
 
     def __init__(self) -> None:
         self.key = object()
@@ -153,10 +153,10 @@ _tokens: ContextVar[frozenset[Token]] = ContextVar("cumulant_tokens", default=fr
 
 
 class Afterwards:
-    """A call at the end; it may be made twice.
+    """A call at the end; may run twice.
 
     Args:
-        call: what to do.
+        call: the function to call.
     """
 
     def __init__(self, call: Callable[[], object]) -> None:
@@ -173,13 +173,13 @@ class Afterwards:
 
 
 class _Patch:
-    """An attribute `name` that `owner` defines itself stands for something else."""
+    """A replaced attribute `name`, which `owner` must define itself."""
 
     def __init__(self, owner: Any, name: str) -> None:
         if name not in vars(owner):
             raise InputError(
-                f"Only what a module or class defines itself can be intercepted, but "
-                f"{getattr(owner, '__name__', owner)} has no {name!r} of its own. Name the owner."
+                f"Only what a module or class itself defines can be intercepted, but "
+                f"{getattr(owner, '__name__', owner)} does not define {name!r}. Pass the owner."
             )
         self.owner, self.name = owner, name
         self.token: Token | None = None
@@ -206,12 +206,12 @@ class _Patch:
 
 
 class Setting(_Patch):
-    """An attribute that has another value as long as anybody wants it; the same for all.
+    """An attribute set to another value while any scope holds it; global, not per context.
 
     Args:
         owner: a module or class.
-        name: of the attribute.
-        value: what it is meanwhile.
+        name: name of the attribute.
+        value: the temporary value.
     """
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
@@ -223,13 +223,13 @@ class Setting(_Patch):
 
 
 class Handler(_Patch):
-    """``call(next, *args, **kwargs)`` in place of a function; it may call `next`, or answer.
+    """Replace a function by ``call(next, *args, **kwargs)``, which may call `next` or return.
 
     Args:
         owner: a module or class.
-        name: of a function that it defines.
+        name: name of a function that it defines.
         call: the handler.
-        observes: it runs before all replacements and in all threads; it should call `next`.
+        observes: run before all replacements and in all threads; it should call `next`.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Handler(_Patch):
 
 
 class _Place:
-    """An attribute that we hold: what we found there, what we put there, and for whom."""
+    """A patched attribute: what we found there, what we put there, and for whom."""
 
     def __init__(self, patch: _Patch) -> None:
         get_overridable_functions()  # torch lists its functions once: not with ours among them
@@ -270,7 +270,7 @@ class _Place:
         self.ours = patch.stand_in(self)
 
     def hold(self, new: _Patch | None) -> None:
-        """Stand here for another patch as well, and no longer for those whose scope was left."""
+        """Serve another patch as well, and drop those whose scope was left."""
         self.holders = tuple(x for x in (new, *self.holders) if x is not None and x.alive)
         self.observers = tuple(x for x in self.holders if isinstance(x, Handler) and x.observes)
         if self.holders and vars(self.owner)[self.name] is self.found:
@@ -278,7 +278,7 @@ class _Place:
         _tidy(self.owner, self.name)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The observers, the replacements of this context, and what we found."""
+        """The observers, the replacements of this context, and the original."""
         here = _replacements.get().get(self, ())
         if here is None or not (here or self.observers):  # the usual case elsewhere: be quick
             if not self.holders:
@@ -294,7 +294,7 @@ class _Place:
         return function(*args, **kwargs)
 
     def _remove(self) -> None:
-        """Go, if an interrupt left us here, or another who found us here has put us back."""
+        """Remove ourselves if an interrupt left us here, or another patch restored us."""
         with _lock:
             _tidy(self.owner, self.name)
 
@@ -329,7 +329,7 @@ _places: dict[tuple[Any, str], _Place] = {}  # the last of each target
 
 
 def _standing(owner: Any, name: str) -> _Place | None:
-    """The place whose stand-in has the name now."""
+    """The place whose stand-in currently has the name."""
     value = cast(object, vars(owner)[name])
     marked = getattr(value, "_cumulant_place", None)  # wrappers copy marks: ask whose it is
     for place in (marked, _places.get((owner, name))):
@@ -339,7 +339,7 @@ def _standing(owner: Any, name: str) -> _Place | None:
 
 
 def _place_of(patch: _Patch) -> _Place:
-    """Where we stand or last stood, or a new place on top of what stands there now."""
+    """Our current or last place, or a new one on top of what is there now."""
     place = _standing(patch.owner, patch.name)
     if place is None:
         place = _places.get((patch.owner, patch.name))
@@ -349,7 +349,7 @@ def _place_of(patch: _Patch) -> _Place:
 
 
 def _tidy(owner: Any, name: str) -> None:
-    """Remove stand-ins that nobody wants; beneath one there may be another."""
+    """Remove unused stand-ins; there may be another beneath one."""
     while (place := _standing(owner, name)) and not any(x.alive for x in place.holders):
         setattr(owner, name, place.found)
 
@@ -371,9 +371,9 @@ class Hook:
     """A hook of one module, before or after its forward pass, with its keyword arguments.
 
     Args:
-        module: whose.
+        module: the module to hook.
         call: ``call(module, args, kwargs)`` before; ``call(module, args, kwargs, output)`` after.
-        after: also if the forward pass raised; `output` is then None.
+        after: run after the forward pass, even if it raised; `output` is then None.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., None], *, after: bool) -> None:
@@ -383,7 +383,7 @@ class Hook:
         self.token: Token | None = None
 
     def __deepcopy__(self, memo: Any) -> Hook:
-        """A copied module has our hook too; `call` is told which module runs."""
+        """A copied module has our hook too, so `call` receives the module that runs."""
         return self
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
@@ -405,7 +405,7 @@ class Hook:
         self._drop(self.module)
 
     def _drop(self, module: nn.Module) -> None:
-        """By identity: an interrupt may have come before torch handed out its handle."""
+        """By identity: an interrupt may have come before torch returned its handle."""
         kind = "_forward_hooks" if self.after else "_forward_pre_hooks"
         hooks = vars(module)[kind]
         for key in [key for key, hook in tuple(hooks.items()) if hook is self]:

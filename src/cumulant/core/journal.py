@@ -1,10 +1,10 @@
-"""`Journal`: finished steps of long work, in a file that only grows, each with a checksum.
+"""`Journal`: an append-only, checksummed log of finished steps, to resume long runs.
 
-A journal is a magic line and records; the first holds the settings of the work. A record is a head
-(the sizes of its two parts, a CRC of the sizes, a digest of the parts), JSON, and the tensors that
-the JSON refers to, as safetensors. Nothing is unpickled. A process that is killed while it writes
-leaves half a record, which is ignored and overwritten. Bytes that differ from what was written are
-noticed; the records before them stay, and the work after them is done again.
+A journal is a magic line followed by records; the first holds the settings of the run. A record is
+a header (the sizes of its two parts, a CRC of the sizes, a digest of the parts), JSON, and the
+tensors that the JSON refers to, as safetensors. Nothing is unpickled. A process killed while
+writing leaves a partial record, which is ignored and overwritten. Corruption is detected: the
+records before it are kept, and the steps after it are redone.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The finished steps of a long piece of work; another run with the same settings resumes it.
+    """The finished steps of a long run; another run with the same settings resumes it.
 
-    Reading takes no lock; a run that writes holds `cumulant.core.lock.locked` beside it. The file
-    is made, whole, with the first record.
+    Reading takes no lock; a writer holds `cumulant.core.lock.locked` beside the file. The first
+    record creates the file atomically.
 
     Args:
-        path: of the file; it need not exist.
-        settings: what must agree for work to be resumed: strings, numbers, lists, dicts.
+        path: journal file; need not exist.
+        settings: settings that must match to resume: strings, numbers, lists, dicts.
 
     Attributes:
-        differs: names of the settings that a journal found there has otherwise. Its owner either
-            refuses to resume, or calls `restart`.
-        damage: where the file is not as it was written; empty if it is. Records before are kept.
+        differs: names of the settings that differ in an existing journal. The caller either refuses
+            to resume or calls `restart`.
+        damage: where the file is corrupt; empty if it is intact. Earlier records are kept.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ class Journal:
                 None and tensors.
 
         Raises:
-            InputError: the file cannot be written; it is as it was before.
+            InputError: the file cannot be written; it is left unchanged.
         """
         packed = _packed(content)
         if self._replace:
@@ -118,14 +118,14 @@ class Journal:
         self._spans.append(_Span(end, end + len(packed)))
 
     def keep(self, records: int, most: int) -> None:
-        """Forget all but the newest `records` once there are more than `most`."""
+        """Drop all but the newest `records` once there are more than `most`."""
         if len(self) > most:
             with open(self.path, "rb") as file:
                 chosen = [_raw(file, x) for x in (self._spans[0], *self._spans[-records:])]
             self._write(chosen)
 
     def rewrite(self, contents: Iterable[Any]) -> None:
-        """Exactly these records; the file goes if there are none."""
+        """Replace the records by these; without any, the file is removed."""
         if packed := [_packed(x) for x in contents]:
             self._write([_packed(self._settings), *packed])
         else:
@@ -133,7 +133,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def restart(self) -> None:
-        """Forget what was found; the next record replaces the file."""
+        """Discard the existing records; the next one replaces the file."""
         self._spans, self._replace, self.differs, self.damage = [], True, [], ""
 
     def _write(self, packed: list[bytes]) -> None:
@@ -146,7 +146,7 @@ class Journal:
             at += len(each)
 
     def _scan(self) -> None:
-        """Find the records, checking each."""
+        """Index the records, checking each."""
         try:
             with open(self.path, "rb") as file:
                 self.damage = self._find(file, os.fstat(file.fileno()).st_size)
@@ -201,7 +201,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _plain(content: Any, tensors: dict[str, Tensor]) -> Any:
-    """Content for JSON; each tensor goes into `tensors`, and a dict with one key in its place."""
+    """Content as JSON; each tensor moves to `tensors` and leaves a one-key dict in its place."""
     if isinstance(content, Tensor):
         name = str(len(tensors))
         tensors[name] = content.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
@@ -217,7 +217,7 @@ def _plain(content: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _content(text: bytes, data: bytes) -> Any:
-    """What was packed."""
+    """Inverse of packing."""
     tensors = load(data) if data else {}
 
     def filled(x: dict[str, Any]) -> Any:
@@ -227,10 +227,10 @@ def _content(text: bytes, data: bytes) -> Any:
 
 
 def _end(file: IO[bytes], at: int, size: int) -> int | None:
-    """Where the record at a byte ends; None if the file ends before.
+    """Where the record at a byte ends; None if the file ends first.
 
     Raises:
-        ValueError: its head is damaged.
+        ValueError: its header is damaged.
     """
     file.seek(at)
     head = file.read(_HEAD.size)
@@ -252,7 +252,7 @@ def _parts(file: IO[bytes], span: _Span) -> tuple[bytes, bytes]:
     """JSON and tensors of a record.
 
     Raises:
-        ValueError: they are not what was written.
+        ValueError: the checksum does not match.
     """
     raw = _raw(file, span)
     size, _, _, digest = _HEAD.unpack_from(raw)

@@ -1,9 +1,9 @@
-"""Fields that are computed when asked for, and kept for whoever asks in the same mode.
+"""Fields computed on first access and cached per mode.
 
 A tensor belongs to the mode it was made in: under ``torch.no_grad`` it has no gradient, in a
 functorch transform it is wrapped for that level, in inference mode autograd may not record it. So a
-kept value is handed out only where a fresh one would come out the same. Nothing is locked: two
-threads that ask at once both compute, and each gets a right answer without waiting for the other.
+cached value is returned only where a fresh one would be the same. There is no lock: two threads
+that read a field at once both compute it, and each gets a correct answer without waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Mode(NamedTuple):
-    """Everything about the surroundings of a computation that its result depends on."""
+    """The global state that the result of a computation depends on."""
 
     grad: bool
     inference: bool
@@ -35,7 +35,7 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls) -> Mode:
-        # A graph does not know inference mode: the compiler traces as under ``torch.no_grad``.
+        # Graphs have no inference mode: the compiler traces as under ``torch.no_grad``.
         compiling = torch.compiler.is_compiling()
         return cls(
             grad=torch.is_grad_enabled(),
@@ -50,15 +50,15 @@ class Mode(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether reverse mode is the only derivative that anyone can be taking."""
+        """Whether reverse mode is the only kind of differentiation that can be active."""
         return self.transforms == 0 and self.dual_level < 0 and not self.inference
 
 
 class Lazy:
     """Base of objects with `kept` fields; remembers the mode the object was made in.
 
-    An object made under ``torch.no_grad`` has no gradients, wherever its fields are asked for. A
-    pickled or deeply copied object holds numbers: its gradients end there.
+    An object made under ``torch.no_grad`` has no gradients, wherever its fields are read. Pickling
+    and deep copying detach: the copy holds numbers only.
     """
 
     _made: Mode
@@ -75,7 +75,7 @@ class Lazy:
 
 
 def _numbers(x: Any) -> Any:
-    """The same without the graphs of its tensors, which can neither be copied nor pickled."""
+    """`x` without autograd graphs, which can be neither copied nor pickled."""
     if isinstance(x, Tensor):
         return x.detach() if x.grad_fn is not None else x
     if isinstance(x, dict):
@@ -97,10 +97,10 @@ if TYPE_CHECKING:
 else:
 
     class kept:  # noqa: N801  (a decorator, like property)
-        """A property that is computed once for each mode it is asked for in.
+        """A property computed once per mode.
 
-        Inside a transform of ``torch.func``, only objects made in that same transform keep
-        anything: levels are numbered, and the next transform to run gets the same number.
+        Inside a ``torch.func`` transform, only objects made in that same transform cache
+        anything: levels are numbered, and the next transform to run reuses the number.
         """
 
         def __init__(self, compute: Callable[[Any], Any]) -> None:
@@ -113,7 +113,7 @@ else:
 
 
 def known(owner: Lazy, name: str) -> Any:
-    """What `owner` keeps of a field in the present mode; None if it would have to be computed."""
+    """The cached value of a field in the current mode; None if it must be computed."""
     return owner._kept.get((name, _key(owner)))
 
 
@@ -140,7 +140,7 @@ def _fetch(owner: Lazy, name: str, compute: Callable[[Any], _T]) -> _T:
 
 
 def _detached(owner: Lazy, name: str, key: Mode) -> Any:
-    """A value known with its gradient serves where none is recorded; `detach` drops tangents."""
+    """A value cached with its gradient also serves without one; `detach` drops tangents."""
     if key.grad or not key.plain:
         return _NOTHING
     value = owner._kept.get((name, key._replace(grad=True)), _NOTHING)
@@ -148,7 +148,7 @@ def _detached(owner: Lazy, name: str, key: Mode) -> Any:
 
 
 class Snapshot:
-    """Tensors as they are now, to notice later that one was changed in place."""
+    """A snapshot of tensors, to detect later in-place changes."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         # In a graph tensors have no versions, and the compiler orders what is read and written.
@@ -160,9 +160,9 @@ class Snapshot:
         return Snapshot, (self._tensors,)  # copies of the tensors count their changes anew
 
     def check(self, name: str, inputs: str) -> None:
-        """Refuse to compute the field `name` if one of its inputs has been changed since."""
+        """Refuse to compute the field `name` if one of its inputs has changed since."""
         if [x._version for x in self._tensors] != self._versions:
             raise InputError(
-                f"{name} is computed when it is asked for, but {inputs} changed in place before "
-                "that: ask for it first, or pass a clone of what you change."
+                f"{name} is computed on first access, but {inputs} changed in place before "
+                "that: read it first, or pass a clone of what you change."
             )

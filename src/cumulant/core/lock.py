@@ -1,4 +1,4 @@
-"""One run at a time: a lock that names its holder and dies with it."""
+"""One run at a time: a lock file that names its holder and is released when the holder exits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _held: set[int] = set()
 
 @contextmanager
 def locked(path: str | os.PathLike[str], what: str | None = None) -> Generator[None]:
-    """Hold the lock file `path` while the block runs; its folder is made if it is missing.
+    """Hold the lock file `path` while the block runs; its folder is created if missing.
 
-    The kernel drops the lock when the process ends, however it ends, so the file that a killed run
-    leaves behind is taken over. On file systems without locks the process named in the file
-    decides; on Windows nothing is locked.
+    The kernel releases the lock whenever the process exits, so a lock file left by a killed run
+    is taken over. On file systems without locks the process named in the file counts as the
+    holder while it is alive; on Windows nothing is locked.
 
     Args:
-        path: of the lock file; removed at the end.
-        what: the error calls it so; the folder by default.
+        path: the lock file; removed at the end.
+        what: name of the resource in the error; default the folder.
 
     Raises:
         InputError: another run holds the lock; names its process and host.
@@ -55,8 +55,8 @@ def locked(path: str | os.PathLike[str], what: str | None = None) -> Generator[N
 def _acquire(path: Path, what: str) -> int | None:
     """A descriptor that holds the lock until it is closed.
 
-    Between opening and locking, the run before may have removed the file: such a lock protects
-    nothing, and is taken again.
+    Between opening and locking, the previous run may have removed the file: such a lock protects
+    nothing, so retry.
     """
     try:
         fcntl = import_module("fcntl")
@@ -94,7 +94,7 @@ def _acquire(path: Path, what: str) -> int | None:
 
 @cache
 def _close_in_children() -> None:
-    """A forked child shares the lock, and would hold it after its parent's end."""
+    """A forked child shares the lock and would hold it after its parent exits."""
 
     def close() -> None:
         while _held:
@@ -113,7 +113,7 @@ def _holder(path: Path) -> tuple[int, str] | None:
 
 
 def _alive(holder: tuple[int, str] | None) -> bool:
-    """Whether a process is there; one of another host is taken to be."""
+    """Whether a process is alive; one on another host is assumed to be."""
     if holder is None or holder[1] != socket.gethostname():
         return holder is not None
     try:
@@ -126,7 +126,7 @@ def _alive(holder: tuple[int, str] | None) -> bool:
 
 
 def _named(path: Path) -> str:
-    """The holder; right after a dead one's lock was taken over, the file still names the dead."""
+    """The holder; right after a takeover the file may still name the dead process."""
     for _ in range(20):
         holder = _holder(path)
         if holder is not None and _alive(holder):

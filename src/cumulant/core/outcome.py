@@ -1,8 +1,8 @@
-"""How an iteration ended: one code for each problem of a batch, and what each code means.
+"""How an iteration ended: one code per problem of a batch, and what each code means.
 
 Every iteration that can fail returns an object with a ``status``, an `Outcome`, and takes
 ``throw=``: True (the default) raises a `ConvergenceError` unless every problem converged, False
-returns the result as it stands. The recipe for an author::
+returns the result as it stands. In an implementation::
 
     result = Solution(value, Outcome(code))            # or a dataclass with a `status`
     return result.status.check("sinkhorn", result) if throw else result
@@ -62,12 +62,12 @@ DIAGNOSES = {
     ),
     Code.OUTSIDE: Diagnosis(
         "the mean lies outside the convex hull of the support, so no natural parameter has it",
-        "other units, or a mean of other points than these",
+        "different units, or a mean of other points",
         "compare the mean with the support",
     ),
     Code.STALLED: Diagnosis(
         "the residual stopped falling",
-        "rounding allows no less, or there is no solution nearby",
+        "the rounding limit, or no solution nearby",
         "float64, a larger tol, another start or another solver",
     ),
     Code.DIVERGING: Diagnosis(
@@ -101,7 +101,7 @@ DIAGNOSES = {
 class Outcome(NamedTuple):
     """How each problem ended: `code` ``(*batch,)`` holds members of `Code`.
 
-    ``status.converged``, ``status.stalled`` and so on are boolean tensors, one for each code;
+    ``status.converged``, ``status.stalled`` and so on are boolean tensors, one per code;
     ``status == "converged"`` is true if it holds for the whole batch. As a string it is a
     diagnosis: what happened, the likely cause, what to try.
 
@@ -125,7 +125,7 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
 
     @property
     def converged(self) -> Tensor:
-        """The goal was reached."""
+        """The tolerance was reached."""
         return self.code == Code.CONVERGED
 
     @property
@@ -140,7 +140,7 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
 
     @property
     def stalled(self) -> Tensor:
-        """The residual stopped falling above the goal."""
+        """The residual stopped falling above the tolerance."""
         return self.code == Code.STALLED
 
     @property
@@ -155,7 +155,7 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
 
     @property
     def unfinished(self) -> Tensor:
-        """The step limit came first."""
+        """The step limit was reached first."""
         return self.code == Code.UNFINISHED
 
     @property
@@ -165,7 +165,7 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
 
     @property
     def interrupted(self) -> Tensor:
-        """Ctrl-C came first."""
+        """Ctrl-C interrupted the iteration."""
         return self.code == Code.INTERRUPTED
 
     def __eq__(self, other: object) -> bool:
@@ -192,13 +192,13 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
     __repr__ = __str__
 
     def check(self, call: str, result: _T, note: str = "") -> _T:
-        """`result`, if every problem converged.
+        """Return `result` if every problem converged.
 
         Args:
-            call: the function that was called, for the message.
+            call: name of the function, for the message.
             result: what ``throw=False`` returns; the error carries it as ``result``. Inside vmap
                 it must be a named tuple of tensors, and the error carries the whole batch.
-            note: figures that belong to the message, such as the residual and the tolerance.
+            note: figures to add to the message, such as the residual and the tolerance.
 
         Raises:
             NoSolutionError: some problem has no solution (outside, or on the boundary of, a hull).
@@ -214,8 +214,8 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
 
 
 class Solution(NamedTuple):
-    """A value and how each problem ended; the value is finite but without meaning where the
-    status is not converged."""
+    """A value and how each problem ended; where the status is not converged, the value is finite
+    but meaningless."""
 
     value: Tensor
     status: Outcome
@@ -232,7 +232,7 @@ def _error(call: str, status: Outcome, result: Any, note: str) -> ConvergenceErr
 
 
 class _Checked(Function):
-    """The identity on codes that raises where one is bad: inside vmap it sees the whole batch."""
+    """Identity on codes that raises on a bad one; inside vmap it sees the whole batch."""
 
     @staticmethod
     def forward(code: Tensor, said: tuple[str, str, Any], *leaves: Tensor) -> Tensor:

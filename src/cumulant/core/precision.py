@@ -1,4 +1,4 @@
-"""Which precision to compute in: half precision comes in and goes out, but is never summed in."""
+"""The precision to compute in: half precision in and out, but never for sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in the precision to compute in."""
+    """`x` in the computing precision."""
     return x.to(widened(x.dtype))
 
 

@@ -1,4 +1,4 @@
-"""`Progress` and `ProgressCallback`: how every long function reports how far it is."""
+"""`Progress` and `ProgressCallback`: progress reports of long functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Progress:
     """Progress of a long computation.
 
     Attributes:
-        done: steps, texts or units of time that are finished.
+        done: number of steps, texts or time units finished.
         total: the total; None if unknown.
         what: the current activity.
-        value: of the objective so far, where the work has one.
+        value: current value of the objective, if there is one.
     """
 
     done: float
@@ -28,7 +28,7 @@ class Progress:
 
 
 class ProgressCallback(Protocol):
-    """What ``progress=`` takes: any function of one `Progress`.
+    """Type of ``progress=`` arguments: any function of one `Progress`.
 
     >>> import torch, cumulant as cm
     >>> seen = []
@@ -41,7 +41,7 @@ class ProgressCallback(Protocol):
 
 
 def counted(progress: ProgressCallback | None, total: int | None = None) -> Callable[[str], None]:
-    """A function to call with the name of each step before it begins; it counts them.
+    """A counter to call with the name of each step before it begins.
 
     >>> seen = []
     >>> step = counted(seen.append, 2)

@@ -1,4 +1,4 @@
-"""Randomness from a `torch.Generator`, also where torch takes none."""
+"""Randomness from a `torch.Generator`, even where torch accepts none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["checked_generator", "drawing_from", "generator_or"]
 
 
 def checked_generator(owner: str, generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator, or None for torch's own."""
+    """Check the generator; None means torch's global one."""
     if generator is not None and not isinstance(generator, torch.Generator):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f"{owner}: generator must be a torch.Generator, not {type(generator).__name__}. For a "
@@ -26,7 +26,7 @@ def checked_generator(owner: str, generator: torch.Generator | None) -> torch.Ge
 def generator_or(
     owner: str, generator: torch.Generator | None, seed: int | None
 ) -> torch.Generator:
-    """The generator, or a new one: with this seed, or one that torch's own generator draws."""
+    """The generator, or a new one seeded with `seed` or from torch's global generator."""
     if (source := checked_generator(owner, generator)) is not None:
         return source
     drawn = int(torch.randint(1 << 62, ())) if seed is None else seed
@@ -37,10 +37,10 @@ def generator_or(
 def drawing_from(
     owner: str, generator: torch.Generator | None, device: torch.device
 ) -> Generator[None]:
-    """Draws inside the block come from `generator`; torch's own generators stay as they were.
+    """Draws inside the block come from `generator`; torch's global generators stay unchanged.
 
-    torch.distributions takes no generator. So the generator gives a seed, and inside the block
-    torch's generators of the CPU and of that device run from it.
+    torch.distributions takes no generator, so the generator draws a seed, and inside the block
+    torch's global generators of the CPU and of that device run from it.
 
     >>> import torch
     >>> from cumulant.core.randomness import drawing_from

@@ -1,4 +1,4 @@
-"""Old names that say the new one."""
+"""Errors that point from old names to new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def renamed(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Refuse keyword arguments by their old names, saying the new ones: ``@renamed(old="new")``.
+    """Reject keyword arguments under old names and name the new ones: ``@renamed(old="new")``.
 
     >>> from cumulant.core.renamed import renamed
     >>> @renamed(seed="generator")
@@ -40,7 +40,7 @@ def renamed(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def moved(module: str, name: str, names: dict[str, str]) -> NoReturn:
-    """The end of a module's ``__getattr__``: an error that says where a name went, if it moved."""
+    """Fallback for a module's ``__getattr__``: an error that names the new location, if any."""
     if name in names:
         raise AttributeError(f"{module}.{name} is now {names[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Types for the parts of torch that have none.
+"""Types for the untyped parts of torch.
 
-`linalg` is `torch.linalg` and `functions` is `torch`, each seen through a protocol that lists
-the functions Cumulant calls, so every call looks its function up in torch, as it would without
-this module. Add a function to the protocol when you need another.
+`linalg` is `torch.linalg` and `functions` is `torch`, each typed by a protocol that lists the
+functions Cumulant calls. Calls still look the function up in torch, as they would without this
+module. To use another function, add it to the protocol.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _SVD(NamedTuple):
 
 
 class Linalg(Protocol):
-    """What Cumulant calls in `torch.linalg`."""
+    """The functions of `torch.linalg` that Cumulant calls."""
 
     LinAlgError: type[RuntimeError]
 
@@ -133,7 +133,7 @@ class Linalg(Protocol):
 
 
 class Functions(Protocol):
-    """What Cumulant calls in `torch` that has no types there."""
+    """The untyped functions of `torch` that Cumulant calls."""
 
     def broadcast_shapes(self, *shapes: Sequence[int]) -> torch.Size: ...
     def broadcast_tensors(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
@@ -143,7 +143,7 @@ class Functions(Protocol):
 
 
 class Special(Protocol):
-    """What Cumulant calls in `torch.special`."""
+    """The functions of `torch.special` that Cumulant calls."""
 
     def entr(self, x: Tensor) -> Tensor: ...
     def i0e(self, x: Tensor) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""How every picture of the project looks."""
+"""The project's figure style."""
 
 from cumulant.figures.style import (
     COLORS,

@@ -1,4 +1,4 @@
-"""One plot style: quiet axes, a palette that survives color blindness and grayscale print."""
+"""Plot style: quiet axes, a palette that survives color blindness and grayscale printing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _RULES: dict[str, Any] = {
 
 
 def need_matplotlib() -> Any:
-    """The module, or an error that says how to get it."""
+    """Import matplotlib, or raise an error that says how to install it."""
     try:
         return import_module("matplotlib")
     except ModuleNotFoundError:
@@ -68,7 +68,7 @@ def need_matplotlib() -> Any:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure in the house style that no window manager knows of; use it inside `style`."""
+    """A figure in the house style, without pyplot or a window; use it inside `style`."""
     need_matplotlib()
     figure = import_module("matplotlib.figure").Figure(
         figsize=(width, height), layout="constrained"
@@ -79,7 +79,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def style() -> Any:
-    """A context in which matplotlib draws in the house style, and outside of which it does not."""
+    """A context in which matplotlib draws in the house style."""
     return need_matplotlib().rc_context(_RULES)
 
 
@@ -89,25 +89,25 @@ def series_color(i: int) -> str:
 
 
 def cycle() -> Any:
-    """A color map that ends where it begins, for angles."""
+    """A cyclic color map, for angles."""
     around = [COLORS[i] for i in (0, 5, 2, 4, 1, 3, 0)]
     colors = import_module("matplotlib.colors")
     return colors.LinearSegmentedColormap.from_list("cumulant", around)
 
 
 def ramp() -> Any:
-    """A color map from one end to the other, for places on a line."""
+    """A sequential color map, for positions on a line."""
     colors = import_module("matplotlib.colors")
     return colors.LinearSegmentedColormap.from_list("cumulant ramp", [COLORS[i] for i in (0, 3, 1)])
 
 
 def tidy(axes: Any) -> None:
-    """No grid behind pictures of clouds."""
+    """Remove the grid, for images and point clouds."""
     axes.grid(visible=False)
 
 
 def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) -> str:
-    """A figure that ``draw`` fills, as SVG, the same each time; letters are shapes."""
+    """The figure that ``draw`` fills, as deterministic SVG with text as paths."""
     content = io.StringIO()
     need_matplotlib()
     rules = {"svg.fonttype": "path", "svg.hashsalt": name}
@@ -119,7 +119,7 @@ def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) ->
 
 
 def write(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """The figure as a file, by its suffix; whole or not at all."""
+    """Write the figure to a file atomically; the suffix sets the format."""
     path = Path(path)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:

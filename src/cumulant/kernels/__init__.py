@@ -1,1 +1,1 @@
-"""G over a set of points, with every derivative: dense oracle, streaming, merge."""
+"""G over a set of points, with derivatives of every order: streaming kernels, engines, merging."""

@@ -2,8 +2,9 @@
 
 See docs/theory.md, T1, T7, T12.
 
-Two autograd Functions carry attention: `_Attention` here, which knows G, and the sum over tiles of
-``tiles.py``, which given G does everything else. The derivative of the first is the second.
+Attention rests on two autograd Functions: `_Attention` here, which computes G, and the sum over
+tiles of ``tiles.py``, which does everything else given G. The derivative of the first is the
+second.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ __all__ = ["Moments", "Options", "attention", "expectation"]
 
 
 class Moments(NamedTuple):
-    """E[v] ``(*batch, M, e)``, G and entropy ``(*batch, M, 1)``; entropy only where asked for.
+    """E[v] ``(*batch, M, e)``, G and entropy ``(*batch, M, 1)``; entropy only on request.
 
-    `extras` are score mean, variance and maximum by name, without derivative, where the engine made
-    them with the entropy.
+    `extras` are score mean, variance and maximum by name, without derivative, if the engine
+    computed them along with the entropy.
     """
 
     mean: Tensor
@@ -128,9 +129,9 @@ def expectation(
     width: int = 1,
     value: Tensor | None = None,
 ) -> Tensor:
-    """A further row of `width` per query, given G: one of ``formulas``' functions over tiles.
+    """Another row of `width` per query, given G: a function of ``formulas`` summed over tiles.
 
-    `value` is the result, where it is known already and only its derivatives are not.
+    `value` is the result if it is already known and only its derivatives are needed.
     """
     batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     program = Program(

@@ -12,7 +12,7 @@ __all__ = ["Band"]
 
 @dataclass(frozen=True)
 class Band:
-    """Pairs that may meet: ``lower <= j - i <= upper``; ``None`` leaves a side open.
+    """Visible pairs: ``lower <= j - i <= upper``; ``None`` leaves a side unbounded.
 
     Causal attention is ``upper=0``, aligned to the last key ``upper=N-M``, a sliding window of w
     past keys adds ``lower=-w``.
@@ -26,18 +26,18 @@ class Band:
         return self.lower is None and self.upper is None
 
     def shifted(self, offset: int) -> Band:
-        """The same pairs where keys are counted from `offset` on, and queries from 0."""
+        """The same pairs with keys numbered from `offset` and queries from 0."""
         sides = (None if x is None else x - offset for x in (self.lower, self.upper))
         return Band(*sides)
 
     def reach(self, rows: range, keys: int) -> range:
-        """The keys, of so many, that some of these queries may meet."""
+        """The range of keys visible to any of these queries."""
         start = 0 if self.lower is None else max(0, rows.start + self.lower)
         stop = keys if self.upper is None else min(keys, rows.stop + self.upper)
         return range(min(start, keys), max(start, stop))
 
     def excludes(self, rows: range, columns: range) -> bool:
-        """Whether no pair of the tile may meet."""
+        """Whether no pair of the tile is visible."""
         nearest = columns.start - (rows.stop - 1)
         farthest = (columns.stop - 1) - rows.start
         return (self.upper is not None and nearest > self.upper) or (
@@ -45,7 +45,7 @@ class Band:
         )
 
     def hidden(self, rows: range, columns: range, device: torch.device) -> Tensor | None:
-        """True where a pair may *not* meet; ``None`` where the whole tile may."""
+        """True where a pair is *not* visible; ``None`` if the whole tile is visible."""
         nearest = columns.start - (rows.stop - 1)
         farthest = (columns.stop - 1) - rows.start
         above = self.upper is not None and farthest > self.upper

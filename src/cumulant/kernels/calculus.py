@@ -1,7 +1,7 @@
 """The derivatives of attention as sums over tiles: tangent, gradient and curvature.
 
 See docs/theory.md, T7, T12. Each is a :class:`Program`: given G, a function of one tile. Programs
-differentiate into programs, so these three are every derivative; an engine may answer for a whole
+differentiate into programs, so these three give every derivative; an engine may compute a whole
 one.
 """
 
@@ -24,24 +24,24 @@ from cumulant.kernels.tiles import Arguments, Named, Program, Result, Shortcut, 
 __all__ = ["pullback", "pushforward", "results_of", "tiling"]
 
 
-# What a part of a row has to be told about the whole.
+# What a partial row must be given about the whole row.
 _KNOWN = frozenset(("log_normalizer", "mean", "entropy", "score_mean", "known"))
 
-# So many pairs are the most for one strip; thinner ones than 128 rows starve the matrix products.
+# Most pairs per strip; strips thinner than 128 rows starve the matrix products.
 _LARGEST_STRIP = 2**22
 
 
-# Up to this |G| parts of rows are as precise in float32 as whole ones.
+# Up to this |G|, partial rows are as precise in float32 as whole rows.
 _SMALL_NORMALIZER = 16.0
 
 
 def tiling(options: Options, arguments: Named) -> dict[str, Any]:
-    """How a program is tiled: over whole rows, wherever that costs nothing or precision needs it.
+    """How a program is tiled: over whole rows wherever that is free or precision requires it.
 
-    On whole rows every formula makes its own normalizer and means. A strip of rows is attention
-    written out densely, as precise as that in every derivative, and depends on nothing it is told.
-    In parts of rows (a ring, very many keys) G and the means are arguments like others, and the
-    chain rule goes through them; they are rounded, which in float32 shows where G is large.
+    On whole rows every formula computes its own normalizer and means. A strip of rows is dense
+    attention, equally precise in every derivative, and depends on no precomputed value. On partial
+    rows (a ring, very many keys) G and the means are ordinary arguments, and the chain rule goes
+    through them; they are rounded, which shows in float32 when G is large.
     """
     if options.ring is not None:
         return {"ring": options.ring}
@@ -82,7 +82,7 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
 
 
 def _asking(question: str, options: Options, kept: Named | None = None) -> Shortcut:
-    """What is tried before the tiles: what is known already, the compiled engine, torch's own."""
+    """Tried before the tiles: known results, then the compiled engine, then torch's fused one."""
 
     def run(program: Program, arguments: Named) -> Arguments | None:
         out = None
@@ -101,7 +101,7 @@ def _asking(question: str, options: Options, kept: Named | None = None) -> Short
 
 
 def _fused_backward(program: Program, arguments: Named, *, options: Options) -> Arguments | None:
-    """The shortcut for the plain case: only the mean has a cotangent, the bias wants none."""
+    """The shortcut for the plain case: a cotangent of the mean alone, no gradient of the bias."""
     others = {"cotangent log_normalizer", "cotangent entropy"} & arguments.keys()
     if (
         others
@@ -115,7 +115,7 @@ def _fused_backward(program: Program, arguments: Named, *, options: Options) -> 
 
 
 def _kept_gradient(program: Program, arguments: Named) -> Arguments | None:
-    """The gradients made with the value, if every query has the same cotangent."""
+    """The gradients computed along with the value, if every query has the same cotangent."""
     seed = arguments["cotangent log_normalizer"]
     if seed.numel() == 0 or any(
         arguments["kept " + r.name].shape != r.shape for r in program.results
@@ -140,8 +140,8 @@ def _curvature(
 
     J is the Jacobian of (mean, G). Every second derivative of attention is this one program:
     reverse over reverse by definition, reverse over forward because <g, J t> is its value, forward
-    over reverse because the Hessian of <g, f> is symmetric. It is a total derivative: that G and
-    the mean depend on queries, keys and values is in it, so those two get no gradient.
+    over reverse because the Hessian of <g, f> is symmetric. It is a total derivative: it accounts
+    for G and the mean depending on queries, keys and values, so those two get no gradient.
     """
     given = {n: x for n, x in arguments.items() if n in INDEX and n != "entropy"}
     indices = dict(INDEX)
@@ -173,7 +173,7 @@ _COTANGENTS = ("cotangent mean", "cotangent log_normalizer")
 
 
 def results_of(arguments: Named, names: Iterable[str]) -> tuple[Result, ...]:
-    """The gradients of these arguments as a program's results."""
+    """The gradients of these arguments, as results of a program."""
     index = {**INDEX, **dict.fromkeys(_COTANGENTS, "i")}
     return tuple(Result(n, index[n], tuple(arguments[n].shape)) for n in names)
 
@@ -240,7 +240,7 @@ def pullback(
 ) -> Arguments:
     """Gradients of (mean, G, entropy) in the wanted arguments, of their shapes or of these.
 
-    `kept` holds the gradients of the sum of G over the queries, where they are known already.
+    `kept` holds the gradients of the sum of G over the queries, if already known.
     """
     if "mean" not in cotangents:
         wanted = tuple(n for n in wanted if n != "value")

@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how the grid is cut into tiles.
+"""Dropout that does not depend on the tiling.
 
 Whether pair (i, j) is kept is a hash of (seed, i, j), so forward, backward, double backward and
 recomputation see the same mask whatever tiles they use, and nothing M x N is stored.

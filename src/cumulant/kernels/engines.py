@@ -1,9 +1,9 @@
-"""Which engine computes: the compiled one where it takes the call, torch's operations otherwise.
+"""Engine selection: the compiled engine where it supports the call, torch's operations otherwise.
 
-An engine answers a small set of questions on plain tensors, without autograd: forward sums,
-tangent, gradient, curvature, row statistics, the potential with its gradient. The autograd
-Functions above do not know which one ran. ``None`` is the answer to a call that an engine does not
-take; the torch tiles take everything.
+An engine implements a few functions on plain tensors, without autograd: forward sums, tangent,
+gradient, curvature, row statistics, the potential with its gradient. The autograd Functions above
+do not know which one ran. An engine returns ``None`` for a call that it does not support; the
+torch tiles support everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Engine", "Status", "compiled", "engine", "engines"]
 
 
 class Engine(Protocol):
-    """The questions. Arguments are named as in ``attention.py``; ``None`` means: not taken."""
+    """Engine interface. Arguments are named as in ``attention.py``; ``None`` means unsupported."""
 
     def forward(
         self, arguments: Named, *, scale: float, band: Band, rate: float, fields: tuple[str, ...]
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Status:
-    """Whether an engine can run here, why (not), and the processor's instructions it uses."""
+    """Whether an engine can run here, why (not), and the instruction set it uses."""
 
     available: bool
     why: str
@@ -90,16 +90,16 @@ def engines() -> dict[str, Status]:
 
 @contextmanager
 def engine(name: str) -> Generator[None]:
-    """Within this context, in this thread or task, one engine computes: for tests and bisecting.
+    """Select one engine in this context (thread or task), for tests and bisecting.
 
-    Without it the fastest one that takes a call does. What "native" does not take (derivatives from
-    the third order on, other devices) goes to the torch tiles here too.
+    By default the fastest engine that supports a call computes it. Calls that "native" does not
+    support (derivatives of third order and higher, other devices) still go to the torch tiles.
 
     Args:
         name: "torch" or "native".
 
     Raises:
-        InputError: there is no such engine, or it cannot run here; the message says why.
+        InputError: unknown engine, or it cannot run here; the message says why.
 
     >>> import torch, cumulant as cm
     >>> x = torch.randn(5, 8)
@@ -120,10 +120,10 @@ def engine(name: str) -> Generator[None]:
 
 
 def compiled() -> Engine | None:
-    """The compiled engine, where there is one and nobody asked for another.
+    """The compiled engine, if available and no other was selected.
 
-    It reads and writes memory behind torch's back. Where a mode watches torch's operations, to
-    record them or to count FLOPs, torch's own engine computes.
+    It reads and writes memory without torch's dispatcher. If a mode intercepts torch's operations,
+    to record them or to count FLOPs, the torch engine computes.
     """
     if _asked.get() not in (None, "native") or torch._C._len_torch_dispatch_stack():
         return None

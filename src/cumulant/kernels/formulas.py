@@ -1,4 +1,4 @@
-"""What attention and its derivatives add up on one tile: the mathematics, in torch.
+"""The sums of attention and its derivatives on one tile: the mathematics, in torch.
 
 Shape legend, per tile: ``q_md`` queries, ``k_nd`` keys, ``v_ne`` values, ``s_mn`` scores,
 ``p_mn`` weights p(j|i) = exp(s_ij - G_i), ``t_mn`` tangents of the scores; row quantities are
@@ -65,9 +65,9 @@ _QUERIES = ("query", "tangent query", "second query")
 
 
 def scores(tile: Tile, a: Arguments, unit: float = LOG2_E) -> Tensor:
-    """s_ij times the unit, -inf where a pair may not meet.
+    """s_ij times the unit, -inf where a pair is masked.
 
-    In units of log 2 because exp2 is faster than exp; the factor rides on the queries.
+    In units of log 2 because exp2 is faster than exp; the factor is applied to the queries.
     """
     s_mn = capped(tile, a, tile.work.matmul(a["query"] * unit, a["key"].mT), unit)
     if "bias" in a:
@@ -107,7 +107,7 @@ def _same_tag(a: Arguments) -> Tensor:
 
 
 def log_weights(tile: Tile, a: Arguments) -> Tensor:
-    """log2 p(j|i): given G in a part of a row, up to a number common to the row on whole rows.
+    """log2 p(j|i): from G on partial rows, up to a constant per row on whole rows.
 
     A row without keys has G = -inf and weights 0.
     """
@@ -124,7 +124,7 @@ def log_weights(tile: Tile, a: Arguments) -> Tensor:
 def _balanced(tile: Tile, l_mn: Tensor) -> Tensor:
     """log2 p minus its mean under p as a constant: the same weights, more precise derivatives.
 
-    Score tangents lose what a row has in common here, before they meet anything that is rounded.
+    This removes the common part of a row's score tangents before they meet rounded numbers.
     """
     p_mn = l_mn.detach().exp2()
     p_mn = p_mn * inverse_mass(tile, p_mn)
@@ -132,10 +132,10 @@ def _balanced(tile: Tile, l_mn: Tensor) -> Tensor:
 
 
 def inverse_mass(tile: Tile, p_mn: Tensor) -> Tensor:
-    """What makes the weights of a row sum to one: 1 over their sum on whole rows, else 1.
+    """The factor that makes a row's weights sum to one: 1 over their sum on whole rows, else 1.
 
-    G is rounded, and so are the scores that it was made of: all weights exp(s - G) of a row are off
-    by one factor, 1 + eps |G| or so. A part of a row has to live with that.
+    G and the scores it came from are rounded, so all weights exp(s - G) of a row are off by a
+    common factor of about 1 + eps |G|. Partial rows cannot correct that.
     """
     if not tile.whole:
         return p_mn.new_ones(1)
@@ -192,7 +192,7 @@ def pushforward(tile: Tile, a: Arguments, *, rate: float) -> Arguments:
 
     dG = E[t],   dE[v] = E[(t - E[t]) v] + E[dv],   dH = -E[(t - E[t]) log p]
 
-    A part of a row does not know E[t]; it subtracts its share of E[t] times (E[v], -H). Weights are
+    A partial row does not know E[t]; it subtracts its share of E[t] times (E[v], -H). Weights are
     normalized last, row by row, which is cheaper.
     """
     work = tile.work
@@ -224,8 +224,8 @@ def pullback(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) 
     w_ij = <g_i, v_j> - gH_i log p_ij,   ds_ij = p_ij (w_ij - E[w]_i + gG_i)
     dq = ds k,   dk = ds' q,   dv = p' g,   dbias = ds
 
-    A part of a row is told what E[w] = <g, mean> + gH H is made of. Not the weights are normalized
-    but, row by row, what they are multiplied with.
+    A partial row is given the terms of E[w] = <g, mean> + gH H. Instead of the weights, their
+    multipliers are normalized, row by row.
     """
     work = tile.work
     g, g_G, g_H = (a.get("cotangent " + n) for n in ("mean", "log_normalizer", "entropy"))
@@ -360,7 +360,7 @@ def _to_scores(
 
 
 def curvature(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...]) -> Arguments:
-    """`double_pullback`, plus `pullback` of cotangents that move as well; absent parts are zero."""
+    """`double_pullback`, plus `pullback` of varying cotangents; absent parts are zero."""
     out: Arguments = {}
     if any(name.startswith("second ") for name in a):
         out = double_pullback(tile, a, rate=rate, wanted=wanted)
@@ -373,7 +373,7 @@ def curvature(tile: Tile, a: Arguments, *, rate: float, wanted: tuple[str, ...])
 
 
 def score_mean(tile: Tile, a: Arguments) -> Arguments:
-    """E[<q, k>]: the bias shapes the weights but is no part of the score."""
+    """E[<q, k>]: the bias affects the weights but is not part of the score."""
     p_mn = weights(tile, a)
     s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
     return {"score_mean": tile.work.dot(s_mn, p_mn)}
@@ -397,7 +397,7 @@ def score_variance(tile: Tile, a: Arguments) -> Arguments:
 def moments(tile: Tile, a: Arguments) -> Arguments:
     """Sums of p times 1, k - c and the upper triangle of (k - c)(k - c)', about a center c.
 
-    The mass is 1 up to the rounding of G; dividing by it takes that rounding out.
+    The mass is 1 up to the rounding of G; dividing by it removes that error.
     """
     k_nd = a["key"] - a["center"]
     d, p_mn = k_nd.shape[-1], weights(tile, a)
@@ -442,7 +442,7 @@ def potential(
 
 
 def score_total(tile: Tile, a: Arguments) -> Arguments:
-    """sum_j w_ij s_ij for weights w that need not be probabilities."""
+    """sum_j w_ij s_ij for arbitrary weights w."""
     s_mn = capped(tile, a, tile.work.matmul(a["query"], a["key"].mT))
     return {"score_total": row_sum(tile.work.mul(s_mn, a["weights"]))}
 

@@ -1,8 +1,7 @@
 """torch's fused attention on the CPU: the same value and first gradient at torch's own cost.
 
-This is the place where another compiled backend would plug in: it answers whether it can compute
-(mean, G), and the first gradient of the mean, for given arguments. ``None`` means no, and the
-tiles of this package do the work.
+Another compiled backend would plug in here: given the arguments, it computes (mean, G) and the
+first gradient of the mean, or returns ``None``, and the tiles of this package do the work.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _plan(arguments: Named, band: Band) -> _Plan | None:
     masked = "mask" in arguments or "bias" in arguments
     if not band.open and (band != _CAUSAL or masked):
         return None
-    # The operator wants equal feature sizes, and divides by the sizes it gets.
+    # The operator needs equal feature sizes, and divides by the sizes it gets.
     if query.shape[-1] != value.shape[-1] or 0 in (*query.shape, *key.shape):
         return None
     outer, inner = tuple(query.shape[:-2]), tuple(key.shape[:-2])
@@ -129,17 +128,17 @@ def _loses_digits(arguments: Named) -> bool:
 def _centered(
     query: Tensor, key: Tensor, normalizer: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Keys without what they have in common, and G of these keys.
+    """Keys minus their common part, and G of these keys.
 
-    Weights and gradients are the same. But the operator sums scores in another order here than in
-    the forward pass, so that the rows of ds add up to eps |s| instead of zero, and dq = ds k would
-    be off by that much of the common part.
+    Weights and gradients are unchanged. But the operator sums scores in a different order here than
+    in the forward pass, so the rows of ds add up to eps |s| instead of zero, and dq = ds k would be
+    off by that fraction of the common part.
     """
     common = _common(key)
     if not _is_large(common, key, 1):
         return key, normalizer
     lowered = normalizer - scale * (query @ common.mT)
-    # Hidden keys may hold anything; then G moves away from zero, and nothing is taken off.
+    # Hidden keys may hold anything; then G moves away from zero, and nothing is subtracted.
     sizes = (x.abs().amax(-2, keepdim=True) for x in (lowered, normalizer))
     low, high = (_over_groups(x, key) for x in sizes)
     helps = low <= high + 1
@@ -158,12 +157,12 @@ def _some(x: Tensor) -> Tensor:
 
 
 def _common(x: Tensor) -> Tensor:
-    """What rows have in common: the mean of some."""
+    """The common part of the rows: the mean of a few."""
     return _some(x).mean(-2, keepdim=True)
 
 
 def _is_large(common: Tensor, x: Tensor, times: float) -> bool:
-    """Whether, somewhere in the batch, |common|^2 is more than so many times the variance.
+    """Whether |common|^2 exceeds the variance by more than this factor anywhere in the batch.
 
     `torch.var_mean` would take ten times as long along rows.
     """
@@ -174,7 +173,7 @@ def _is_large(common: Tensor, x: Tensor, times: float) -> bool:
 def backward(arguments: Named, scale: float, band: Band, *, whole: bool = True) -> Arguments | None:
     """Gradients of the mean alone, by torch's fused operator.
 
-    `whole` says that these are all keys of each query; otherwise rows of ds need not sum to zero.
+    `whole` means that these are all keys of each query; otherwise rows of ds need not sum to zero.
     """
     plan = _plan(arguments, band)
     if plan is None or _loses_digits(arguments):

@@ -1,11 +1,10 @@
-"""The log-likelihood of one key for each query, with its gradient in the same pass (T24).
+"""The log-likelihood of one key per query, with its gradient in the same pass (T24).
 
 -log p(target) = G - score(target), so a loss that weights queries is sum_i c_i G_i minus
 sum_i a_i s_i(target), and its gradient in the scores is c p minus a at the target. All weights are
-known before the scores are, so the gradient is added up while the scores are at hand
-(``potential.py``), the target's part goes into the same array, and the backward pass has nothing to
-compute. For derivatives beyond the first gradient, and in forward mode, the same loss is composed
-of functions that have them.
+known before the scores, so the gradient is accumulated while the scores are available
+(``potential.py``), the target's part is added to the same array, and the backward pass computes
+nothing. Higher derivatives and forward mode use the same loss composed of functions that have them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def likelihood(
     Args:
         arguments: ``query`` ``(M, d)``, ``key`` ``(N, d)``, and optionally ``bias`` ``(1, N)`` and
             ``cap`` ``(1, 1)``.
-        target: ``(M,)``, the number of a key for each query.
+        target: ``(M,)``, a key index per query.
         level, share: ``(M,)``, c and a; constants.
     """
     names = tuple(arguments)
@@ -56,7 +55,7 @@ def likelihood(
 
 
 def _only_a_gradient(arguments: Mapping[str, Tensor]) -> bool:
-    """Whether a first gradient is wanted, and nothing else can be known to be."""
+    """Whether a first gradient is needed, and no other derivative can be."""
     learned = any(arguments[n].requires_grad for n in _LEARNED if n in arguments)
     few = arguments["key"].shape[-2] <= MOST_KEYS
     return torch.is_grad_enabled() and learned and few and not transformed()
@@ -90,14 +89,14 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
-# So many targets are looked up at a time: copies of all their keys would be as large as queries.
+# Targets looked up at a time: copies of all their keys would be as large as the queries.
 _ROWS = 128
 
 
 def _subtract_target(
     arguments: Mapping[str, Tensor], target: Tensor, share: Tensor, first: int, made: Arguments
 ) -> Tensor:
-    """Scores of some rows' targets; their part of the gradients is taken off what is there."""
+    """Scores of some rows' targets; subtracts their part from the gradients in place."""
     query, key = arguments["query"][first : first + len(target)], arguments["key"]
     at = key[target]
     score, slope = (query * at).sum(-1), share
@@ -117,9 +116,9 @@ def _subtract_target(
 
 
 class _Likelihood(Function):
-    """The loss with its gradient, which the first backward pass takes away.
+    """The loss with its gradient, which the first backward pass consumes.
 
-    A second one, and one that is to be differentiated, go through `_composed`.
+    A second backward pass, or a differentiable one, goes through `_composed`.
     """
 
     @staticmethod

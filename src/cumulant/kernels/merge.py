@@ -1,9 +1,9 @@
-"""Joining results over disjoint key sets: the monoid behind online softmax and sharding.
+"""Merge results over disjoint key sets: the monoid behind online softmax and sharding.
 
 A set of keys with log-normalizer G_a has the share w_a = e^(G_a - G) of the mass, with
 G = log sum_a e^G_a. Every expectation is the mixture of those over the sets, entropies add by the
 chain rule, variances by the law of total variance. The sets may be tiles, chunks of a cache or
-shards on different machines: how sums over them are taken is all that differs (`Parts`).
+shards on different machines; only the way sums over them are taken differs (`Parts`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Columns = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """How sums over key sets are taken, from the columns of those sets that are at hand.
+    """How sums over key sets are taken, from the columns of the local sets.
 
     Attributes:
-        add: columns of each set at hand to their sums over all sets.
+        add: maps the columns of the local sets to their sums over all sets.
         largest: the entrywise maximum over all sets, without derivative.
-        level: what is taken off the log-normalizers of all sets before they are exponentiated.
-        spread: what `add` made, as each set sees it; the adjoint of `add`.
-        own: of rows as a set sees them, those that `add` leaves here.
-        collect: a column of each set at hand to that of every set, on the rows that `add` leaves.
+        level: subtracted from the log-normalizers of all sets before they are exponentiated.
+        spread: distributes the result of `add` to each set; the adjoint of `add`.
+        own: selects, from a set's rows, those that `add` leaves here.
+        collect: maps a column of each local set to that of every set, on the rows `add` leaves.
     """
 
     add: Callable[[Sequence[Columns]], list[Tensor]]
@@ -47,7 +47,7 @@ class Parts:
 
 
 def _added(sets: Sequence[Columns]) -> list[Tensor]:
-    """Column by column over the sets at hand."""
+    """Column by column over the local sets."""
     return [reduce(torch.add, columns) for columns in zip(*sets, strict=True)]
 
 
@@ -62,8 +62,8 @@ def _largest(xs: Sequence[Tensor]) -> Tensor:
 def _typical(xs: Sequence[Tensor]) -> Tensor:
     """The mean of the log-normalizers under their own weights, which are constants here.
 
-    Any level gives the same shares. This one takes off what tangents have in common, before they
-    meet anything that is rounded.
+    Any level gives the same shares. This one removes the common part of the tangents before they
+    meet rounded numbers.
     """
     peak = _largest(xs)
     peak = peak.masked_fill(peak == -math.inf, 0.0)
@@ -74,7 +74,7 @@ def _typical(xs: Sequence[Tensor]) -> Tensor:
     return total / mass.masked_fill(mass == 0, 1.0)
 
 
-# All sets are at hand.
+# All sets are local.
 HERE = Parts(
     add=_added,
     largest=_largest,
@@ -86,9 +86,9 @@ HERE = Parts(
 
 
 def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
-    """One set of keys on each rank, for the same queries.
+    """One set of keys per rank, for the same queries.
 
-    Sums end on every rank, or, if `rows` says how many of the queries are whose, each on its own.
+    Sums end on every rank or, if `rows` gives the number of queries per rank, each on its own.
     """
 
     def add(sets: Sequence[Columns]) -> list[Tensor]:
@@ -115,7 +115,7 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
         return peak.masked_fill(peak == -math.inf, 0.0)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
-        # Each rank's column in a place of its own, zeros elsewhere: a sum, so its adjoint is known.
+        # Each rank's column in its own slot, zeros elsewhere: a sum, so its adjoint is known.
         places = [xs[0] if r == ranks.rank else torch.zeros_like(xs[0]) for r in range(ranks.size)]
         return add([places])
 
@@ -123,14 +123,14 @@ def over_ranks(ranks: Ranks, rows: Sequence[int] | None = None) -> Parts:
 
 
 class Pool:
-    """Key sets brought together, from the log-normalizer ``(*batch, M, 1)`` of each at hand.
+    """The union of key sets, from the log-normalizer ``(*batch, M, 1)`` of each local set.
 
-    Fields are given as one tensor ``(*batch, M, features)`` for each set at hand. A query that no
-    set has a key for has G = -inf and zeros elsewhere.
+    Fields are given as one tensor ``(*batch, M, features)`` per local set. A query without a
+    visible key in any set has G = -inf and zeros elsewhere.
     """
 
     def __init__(self, normalizers: Sequence[Tensor], parts: Parts = HERE) -> None:
-        # logaddexp has NaN derivatives at -inf, so the level is taken out by hand.
+        # logaddexp has NaN derivatives at -inf, so subtract the level explicitly.
         level = parts.level(normalizers)
         self._parts, self._level = parts, parts.own(level)
         self._gaps = [x - level for x in normalizers]
@@ -162,7 +162,7 @@ class Pool:
         return out if self._mass is None else out.masked_fill(self._mass == 0, -math.inf)
 
     def shares(self) -> list[Tensor]:
-        """w_a of each set at hand, on the rows that it sees."""
+        """w_a of each local set, on its rows."""
         mass = self._parts.spread(self._filled())
         return [w / mass for w in self._weights]
 
@@ -171,10 +171,10 @@ class Pool:
         return self.means(field)[0]
 
     def surprises(self, entropies: Sequence[Tensor]) -> list[Tensor]:
-        """The field whose mean is the entropy but for the log of the mass: H_a - (G_a - level).
+        """The field whose mean is the entropy up to the log of the mass: H_a - (G_a - level).
 
-        A set without weight has none: its gap may be as large as numbers get, and a gradient that
-        multiplies by it would overflow before the weight takes it to zero.
+        The gap of a set without weight counts as 0: it may be arbitrarily large, and a gradient
+        that multiplies by it would overflow before the weight takes it to zero.
         """
         gone = (w == 0 for w in self._weights)
         gaps = [gap.masked_fill(x, 0.0) for gap, x in zip(self._gaps, gone, strict=True)]

@@ -1,11 +1,12 @@
-"""Attention and its first gradient as operators of torch, for graphs.
+"""Attention and its first gradient as custom torch operators, for graphs.
 
 ``torch.compile``, ``torch.export`` and ``make_fx`` see two opaque operators of known shapes, so the
-graph does not break. Which engine answers is decided when an operator runs, not when it is traced:
-one graph serves every engine, and tensors of a device that is not here can be traced.
+graph does not break. The engine is chosen when an operator runs, not when it is traced: one graph
+serves every engine, and tensors of an absent device can be traced.
 
-Named arguments go in as a string of names, separated by commas, and a list of tensors. Only value
-and first gradient go this way; transforms of ``torch.func`` break the graph (see `traceable`).
+Named arguments are passed as a comma-separated string of names and a list of tensors. Only the
+value and the first gradient are operators; ``torch.func`` transforms break the graph (see
+`traceable`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 
 def traceable(options: Options) -> bool:
-    """Whether somebody records this call as a graph, and the operators can stand for it.
+    """Whether this call is being traced and the operators can represent it.
 
-    Ranks that talk to each other do not fit into a graph, and the operators have no tangents.
+    Communication between ranks does not fit into a graph, and the operators have no tangents.
     """
     if not tracing() or options.ring is not None:
         return False

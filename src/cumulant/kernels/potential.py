@@ -1,10 +1,10 @@
-"""The log-normalizer alone, and of both sides at once: what contrastive losses are made of (T24).
+"""The log-normalizer alone, over keys or over both sides at once, for contrastive losses (T24).
 
-`log_normalizer` makes the gradient in the same pass as the value. A tile that spans all keys knows
-its weights exactly, so p k and p' q can be added up while the scores are at hand, and the scores
-need not be computed again: three matrix products instead of four. This fits a loss that sums or
-averages over queries, where every query's cotangent is the same number; for another cotangent the
-gradient is computed anew.
+`log_normalizer` computes the gradient in the same pass as the value. A tile that spans all keys
+knows its weights exactly, so p k and p' q can be summed while the scores are available, without
+recomputing them: three matrix products instead of four. This fits a loss that sums or averages
+over queries, where every query has the same cotangent; for any other cotangent the gradient is
+recomputed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cumulant.kernels.tiles import (
 
 __all__ = ["MOST_KEYS", "Both", "both_normalizers", "log_normalizer", "potential"]
 
-# Beyond so many keys a strip of whole rows is too thin for the matrix products.
+# Beyond this many keys a strip of whole rows is too thin for the matrix products.
 MOST_KEYS = 2**18
 _AREA = 2**21
 
@@ -70,8 +70,8 @@ def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
 def potential(arguments: Named, wanted: tuple[str, ...]) -> Arguments:
     """``log_normalizer`` and the gradient of its sum over the queries, without derivative.
 
-    Queries count with weights ``cotangent log_normalizer``, where these are given. A bias that
-    wants its gradient must be one row for all queries.
+    Queries count with weights ``cotangent log_normalizer``, if given. A bias that needs a gradient
+    must be one row for all queries.
     """
     m, _ = _grid(arguments)
     shift = not scores_are_small(Options(), arguments)
@@ -165,7 +165,7 @@ def both_normalizers(arguments: Mapping[str, Tensor]) -> Both:
 
 
 def _swapped(arguments: Named) -> Arguments:
-    """The same pairs seen from the keys."""
+    """The same pairs with the roles of queries and keys exchanged."""
     other = {"query": "key", "key": "query", "query_tag": "key_tag", "key_tag": "query_tag"}
     return {other.get(n, n): x.mT if n == "mask" else x for n, x in arguments.items()}
 

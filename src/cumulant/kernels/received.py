@@ -1,7 +1,7 @@
-"""What keys receive from queries: sums over queries, where attention sums over keys.
+"""Attention received by keys: sums over queries, where attention sums over keys.
 
 The weight that key j receives is r_j = sum_i g_i p(j|i), for shares g_i of the queries. That is the
-gradient of sum_i g_i E_i[v] in the value of key j, so the kernels have it already, with every
+gradient of sum_i g_i E_i[v] in the value of key j, so the kernels already provide it, with every
 derivative and on every engine.
 """
 
@@ -46,8 +46,8 @@ def _pulled(options: Options, given: Named, share: Tensor) -> Tensor:
 
 @eager
 def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, Tensor]:
-    """How many keys each query sees ``(*batch, M, 1)``, and sums of shares of the queries that see
-    each key ``(*batch, N, c)``.
+    """The number of keys each query sees ``(*batch, M, 1)``, and the total share of the queries
+    that see each key ``(*batch, N, c)``.
     """
     pairs = {n: x.detach() for n, x in arguments.items() if n in ("mask", "bias")}
     batch = functions.broadcast_shapes(*(x.shape[:-2] for x in (*arguments.values(), share)))
@@ -55,7 +55,7 @@ def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, 
     if not pairs and options.ring is None:
         keys, queries = _within(options.band, n, share)
         return keys.expand(*batch, m, 1), queries.expand(*batch, n, share.shape[-1])
-    # Without features every score is 0, and -inf where a pair may not meet.
+    # Without features every score is 0, or -inf where a pair is masked.
     empty = {n: arguments[n].detach()[..., :0] for n in ("query", "key")}
     given = {**empty, **pairs, "share": share}
     program = Program(
@@ -74,7 +74,7 @@ def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, 
 
 
 def _within(band: Band, n: int, share: Tensor) -> tuple[Tensor, Tensor]:
-    """`visible` where a band says it all: differences of numbers, and of running sums."""
+    """`visible` for a band alone: differences of indices and of running sums."""
     m = share.shape[-2]
     i, j = (torch.arange(size, device=share.device) for size in (m, n))
     start = torch.zeros_like(i) if band.lower is None else (i + band.lower).clamp(0, n)

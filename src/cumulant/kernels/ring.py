@@ -1,8 +1,8 @@
-"""A ring: keys that live on ranks pass by the queries of every rank, a shard at a time.
+"""Ring attention: the keys of each rank pass the queries of every rank, a shard at a time.
 
-A sum over pairs (i, j) does not mind where the keys are when their turn comes. What is indexed by
-queries stays; what is indexed by keys travels from rank to rank, and sums for keys travel with
-them, a step behind, until both are home. Only shards are ever held, in any derivative.
+A sum over pairs (i, j) can visit the keys in any order. Tensors indexed by queries stay; tensors
+indexed by keys travel from rank to rank, and their sums follow one step behind until both are back
+home. No rank ever holds more than shards, in any derivative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Block", "Ring"]
 
 
 class Block(NamedTuple):
-    """The keys of one rank: their arguments, how many they are, and how many come before them."""
+    """The keys of one rank: their arguments, their number, and the number of keys before them."""
 
     arguments: dict[str, Tensor]
     keys: int
@@ -29,16 +29,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """So many keys on each rank, and so many queries on the ranks before this one."""
+    """The number of keys on each rank, and of queries on the ranks before this one."""
 
     ranks: Ranks
     rows: tuple[int, ...]
     queries_before: int
 
     def blocks(self, moving: Mapping[str, Tensor], origin: Tensor | None = None) -> Iterator[Block]:
-        """Every rank's block in turn, own first; the next one travels while one is worked on.
+        """Every rank's block in turn, own first; the next one is in transit during the computation.
 
-        Keys are seen from `origin`, which each rank chooses for its own queries.
+        Keys are relative to `origin`, which each rank chooses for its own queries.
         """
         names, held = list(moving), list(moving.values())
         for step in range(self.ranks.size):
@@ -57,14 +57,14 @@ class Ring:
         return (self.ranks.rank - step) % self.ranks.size
 
     def follow(self, sums: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Pass sums of the keys at hand on, after their block; the last step brings own ones home.
+        """Pass on the sums of the current keys behind their block; the last step returns our own.
 
-        `sums` are those made in this step, for the keys that were at hand.
+        `sums` are the sums of this step, for its keys.
         """
         coming = self.ranks.pass_on(list(sums.values()), self.rows[self._owner(step + 1)])
         return dict(zip(sums, coming(), strict=True))
 
     def somewhere(self, here: bool) -> bool:
-        """Whether it holds on any rank: then all must act alike."""
+        """Whether it holds on any rank, in which case all must act alike."""
         flag = torch.tensor([float(here)], dtype=torch.float32)
         return bool(self.ranks.largest(flag.to(self.ranks.device)) > 0)

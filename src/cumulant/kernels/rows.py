@@ -1,6 +1,6 @@
-"""What a row of attention weights looks like: everything one pass over its scores can tell.
+"""Statistics of rows of attention weights, from one pass over the scores.
 
-A strip of queries against all keys has whole rows of weights at hand, so their normalizer, entropy,
+A strip of queries against all keys holds whole rows of weights, so their normalizer, entropy,
 variance, order and moments come from one set of scores (docs/theory.md, T7, T12, T21). Nothing here
 has a derivative.
 """
@@ -59,7 +59,7 @@ def summarize(
     steps = min(LANCZOS_STEPS, arguments["key"].shape[-1])
     widths |= {"leading": 1} if spectrum else {}
     widths |= {"marked": arguments["marks"].shape[-1]} if "marks" in arguments else {}
-    # Moments about a typical key cancel less; hidden keys are no part of any sum.
+    # Moments about a typical key cancel less; hidden keys enter no sum.
     key = arguments["key"]
     arguments = {**arguments, "center": key.mean(-2, keepdim=True)}
     if (out := _compiled(arguments, options, widths, mass, steps)) is not None:
@@ -183,7 +183,7 @@ class _About(NamedTuple):
 def _start(k_nd: Tensor) -> Tensor:
     """A unit vector ``(..., d)`` near the leading direction of all keys.
 
-    A little of another keeps it from being orthogonal to the one that is sought.
+    A small extra component keeps it from being orthogonal to the leading direction.
     """
     square = (k_nd.mT @ k_nd).nan_to_num(0.0, 0.0, 0.0)
     start = linalg.eigh(square).eigenvectors[..., -1]
@@ -193,10 +193,10 @@ def _start(k_nd: Tensor) -> Tensor:
 
 
 def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
-    """The tridiagonal matrix of Lanczos' method for Cov[k] of every row: diagonal, then beside it.
+    """Lanczos' tridiagonal matrix for Cov[k] of every row: diagonal, then off-diagonal.
 
     A product Cov[k] u = E[x <x, u>] - E[x] <E[x], u>, x = k - origin, is two matrix products with
-    the weights at hand, so no covariance is formed.
+    the weights, so no covariance is formed.
     """
     v_md = _start(k_nd).unsqueeze(-2).expand_as(about.mean)
     t_mn = tile.work.matmul(v_md, k_nd.mT)
@@ -224,7 +224,7 @@ def _lanczos(tile: Tile, p_mn: Tensor, k_nd: Tensor, about: _About) -> Tensor:
 def largest_root(diagonal: Tensor, off: Tensor) -> Tensor:
     """The largest eigenvalue of symmetric tridiagonal matrices, ``(..., 1)`` from ``(..., s)``.
 
-    Laguerre's method, which falls from any bound above to the largest of real roots. The quotients
+    Laguerre's method, which descends from any upper bound to the largest real root. The quotients
     delta_k = x - a_k - b_(k-1)^2 / delta_(k-1) of neighboring minors stay positive above it.
     """
     a, b = diagonal.double(), off.double()[..., :-1].abs()  # signs do not matter to the roots
@@ -263,7 +263,7 @@ def _largest(s_mn: Tensor) -> Tensor:
 
 
 def sort_rows(x: Tensor) -> Tensor:
-    """Rows in rising order, in place where x lies on the CPU: numpy's sort is vectorized."""
+    """Rows in ascending order, in place if x is on the CPU: numpy's sort is vectorized."""
     if x.device.type != "cpu":
         return x.sort(-1).values
     x.numpy().sort(-1)  # threads gain nothing here
@@ -273,8 +273,8 @@ def sort_rows(x: Tensor) -> Tensor:
 def dropped(rising: Tensor, limit: Tensor) -> Tensor:
     """How many of the smallest entries of each row sum to at most `limit`; at least one stays.
 
-    With a little slack, so that one weight of ten equal ones is a tenth. In blocks: a running sum
-    over all entries would cost as much as everything else here.
+    With a small tolerance, so that one of ten equal weights counts as a tenth. In blocks: a running
+    sum over all entries would cost as much as everything else here.
     """
     n = rising.shape[-1]
     limit = limit + 64 * torch.finfo(rising.dtype).eps * rising.sum(-1, keepdim=True)

@@ -1,6 +1,6 @@
 """The keys with the largest scores of every query, and the scores of given keys.
 
-Which keys they are has no derivative; their scores do. The score of key j is a sum over pairs in
+The choice of keys has no derivative; their scores do. The score of key j is a sum over pairs in
 which only (i, j) counts, so its derivatives of any order are sums over tiles like all others.
 """
 
@@ -40,9 +40,9 @@ __all__ = ["Largest", "best", "largest", "scores_of"]
 
 @dataclass(frozen=True)
 class Largest:
-    """Scores in falling order and their keys ``(*batch, M, k)``; -inf and -1 where keys run out.
+    """Scores in descending order and their keys ``(*batch, M, k)``, padded with -inf and -1.
 
-    Of equal scores the one of the smaller key comes first.
+    Ties go to the smaller key index.
     """
 
     score: Tensor
@@ -51,7 +51,7 @@ class Largest:
 
 @eager
 def largest(arguments: Mapping[str, Tensor], options: Options = Options(), k: int = 1) -> Largest:
-    """The `k` keys of the largest scores, bias included, for every query; without derivative."""
+    """The `k` keys with the largest scores, bias included, per query; without derivative."""
     given = {n: x.detach() for n, x in arguments.items() if n not in ("value", "seed")}
     return Largest(*_Search.apply(replace(options, dropout=0.0), k, tuple(given), *given.values()))
 
@@ -149,7 +149,7 @@ def _over_tiles(arguments: Named, options: Options, k: int) -> Largest:
 
 
 def _on_tile(s_mn: Tensor, k: int) -> Largest:
-    """The `k` largest of every row, of equal ones the first."""
+    """The `k` largest of every row; ties go to the first."""
     if k == 1:
         return Largest(*s_mn.max(-1, keepdim=True))
     top = s_mn.topk(k)
@@ -162,7 +162,7 @@ def _on_tile(s_mn: Tensor, k: int) -> Largest:
 
 
 def best(found: list[Largest], k: int) -> Largest:
-    """The `k` best of several, of equal scores those of the smaller key; -1 and -inf fill up."""
+    """The `k` best of several, ties to the smaller key; padded with -1 and -inf."""
     score = torch.cat([x.score for x in found], -1)
     index = torch.cat([x.index for x in found], -1)
     if (short := k - score.shape[-1]) > 0:
@@ -176,7 +176,7 @@ def best(found: list[Largest], k: int) -> Largest:
 
 @eager
 def scores_of(arguments: Mapping[str, Tensor], options: Options, found: Largest) -> Tensor:
-    """The scores of the keys that were found, differentiable to any order; -inf for key -1."""
+    """The scores of the keys found, differentiable to any order; -inf for key -1."""
     arguments = {n: x for n, x in arguments.items() if n not in ("value", "seed")}
     batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = grid_of(arguments)

@@ -23,15 +23,15 @@ from cumulant.kernels.workspace import Workspace
 
 __all__ = ["EXTRAS", "ORDER", "Options", "forward", "grid_of", "scores_are_small"]
 
-# What `forward` returns; the entropy only where asked for.
+# What `forward` returns; the entropy only on request.
 ORDER = ("mean", "log_normalizer", "entropy")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is fixed about a call: scale, which pairs may meet, dropout, entropy or not.
+    """The fixed options of a call: scale, visible pairs, dropout, whether to compute entropy.
 
-    With a `ring`, keys and values are those of this rank, and attention is over those of all.
+    With a `ring`, keys and values are this rank's, and attention is over those of all ranks.
     """
 
     scale: float = 1.0
@@ -95,7 +95,7 @@ def grid_of(arguments: Named) -> tuple[int, int]:
 
 
 def scores_are_small(options: Options, arguments: Named) -> bool:
-    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz: no maximum need be subtracted."""
+    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz, so no maximum is subtracted."""
     if "bias" in arguments:
         return False
     if 0 in (arguments["query"].numel(), arguments["key"].numel()):
@@ -173,7 +173,7 @@ def _around(options: Options, ring: Ring, arguments: Named) -> list[Tensor]:
     return out or []
 
 
-# What the compiled engine makes in the same pass as the entropy, at next to no cost.
+# What the compiled engine computes in the same pass as the entropy, at almost no cost.
 EXTRAS = ("score_mean", "score_variance", "score_max")
 
 

@@ -42,9 +42,9 @@ Arguments = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile lies: a slice of the batch, a range of queries, a range of keys.
+    """The position of a tile: a slice of the batch, a range of queries, a range of keys.
 
-    `whole` says that the range has every key that these queries see.
+    `whole` means that the range holds every key that these queries see.
     """
 
     batch: tuple[slice, ...]
@@ -81,7 +81,7 @@ _WHOLE = slice(None)
 
 
 class Product(NamedTuple):
-    """A contribution left @ right that need not be written down before it is added."""
+    """A contribution left @ right that need not be materialized before it is added."""
 
     left: Tensor
     right: Tensor
@@ -102,7 +102,7 @@ Shortcut = Callable[["Program", Named], Arguments | None]
 
 @dataclass(frozen=True)
 class Result:
-    """What a program adds up: its name, its index and its full shape."""
+    """A result of a program: its name, its index and its full shape."""
 
     name: str
     index: str
@@ -140,7 +140,7 @@ SIDE = 1024
 
 
 def _pieces(size: int, length: int) -> list[range]:
-    """`size` cut into nearly equal ranges no longer than `length`."""
+    """Split `size` into nearly equal ranges no longer than `length`."""
     count = max(1, -(-size // max(1, length)))
     edges = [size * n // count for n in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(edges)]
@@ -151,8 +151,8 @@ def iterate(
 ) -> Iterator[tuple[tuple[slice, ...], range, list[range]]]:
     """Yield (batch slices, query range, key ranges) that cover the grid.
 
-    A tile holds about `area` pairs and is close to square, which on CPUs is what keeps the first
-    matrix product efficient; many small grids of a batch share one tile.
+    A tile holds about `area` pairs and is close to square, which keeps the first matrix product
+    efficient on CPUs; many small grids of a batch share one tile.
     """
     m, n = grid
     columns = [range(n)] if whole_rows else _pieces(n, max(SIDE, area // max(1, m)))
@@ -225,7 +225,7 @@ def evaluate(program: Program, arguments: Named) -> Arguments:
 
 
 def _around(program: Program, ring: Ring, arguments: Named) -> Arguments:
-    """The sum where keys live on ranks: block by block, sums for keys following their block."""
+    """The sum with keys spread over ranks: block by block, key sums following their block."""
     moves = {name: "j" in program.indices[name] for name in arguments}
     still = {name: x for name, x in arguments.items() if not moves[name]}
     totals: Arguments = {}
@@ -416,15 +416,15 @@ def removes_keys(arguments: Named, band: Band) -> bool:
 
 
 def has_nan(tensors: Iterable[Tensor]) -> bool:
-    """Whether any entry is NaN; a sum shows it at the cost of one pass."""
+    """Whether any entry is NaN, from a sum in one pass."""
     return any(math.isnan(x.sum()) for x in tensors)
 
 
 def _without_garbage(program: Program, arguments: Named) -> Arguments:
     """Zeros where a key or a value is NaN or infinite, in it and in its tangents and cotangents.
 
-    A hidden key has weight zero, and 0 * NaN would spoil sums that it has no part in. A query that
-    does see such a key is not whitewashed: its G or mean is NaN already, and so are its results.
+    A hidden key has weight zero, and 0 * NaN would corrupt sums that it does not belong to. For a
+    query that does see such a key NaN still propagates: its G or mean is already NaN.
     """
 
     def cleaned(name: str, x: Tensor) -> Tensor:

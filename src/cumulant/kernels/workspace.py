@@ -1,9 +1,9 @@
-"""Buffers that one tile after another reuses.
+"""Buffers reused from tile to tile.
 
 A tile's arrays are a few megabytes, and fresh ones cost a page fault per 4 KiB every time: about
 as much as the arithmetic. The tile functions therefore do their arithmetic through a `Workspace`,
-whose buffers serve one tile after another and, on the CPU, one call after another (each thread
-keeps at most 64 MB; accelerators have allocators of their own that do this).
+whose buffers are reused across tiles and, on the CPU, across calls (each thread keeps at most
+64 MB; the allocators of accelerators already do this).
 
 Its operations are pure functions of their arguments with one licence: the *first* argument may be
 overwritten, so it must not be used again unless the result is asked to be ``fresh``. Under
@@ -62,7 +62,7 @@ class Workspace:
             kept[kind] = keep
 
     def begin(self) -> None:
-        """Forget the arrays of the previous tile; their buffers are free again."""
+        """Release the buffers of the previous tile."""
         self._next = 0
 
     def _take(self, shape: torch.Size, like: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Workspace:
         return buffer[:size].view(*shape[:-1], width)[..., : shape[-1]]
 
     def _target(self, x: Tensor, *others: Tensor, fresh: bool = False) -> Tensor | None:
-        """Where the result goes: over `x` if it is one of our buffers and large enough."""
+        """Where the result goes: into `x` if it is one of our buffers and large enough."""
         if not self.reuses:
             return None
         shape = x.shape

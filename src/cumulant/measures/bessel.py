@@ -4,9 +4,9 @@ On the unit sphere of R^d, with nu = d/2 - 1 and s = ||eta||^2, the uniform law 
 
     G = F_nu(s) = log 0F1(; nu + 1; s / 4),    mean = r_nu(s) eta,    r_nu = 2 dF_nu/ds,
 
-r_nu = I_{nu+1}(k) / (k I_nu(k)) at k = ||eta||. Both are analytic in s, so no derivative of any
-order is lost at eta = 0. They are found at a large order N by Debye's uniform expansion (DLMF
-10.41.3) and carried down by two recurrences of positive terms, in which nothing cancels:
+r_nu = I_{nu+1}(k) / (k I_nu(k)) at k = ||eta||. Both are analytic in s, so derivatives of every
+order exist at eta = 0. They are computed at a large order N by Debye's uniform expansion (DLMF
+10.41.3) and carried down by two recurrences with positive terms, free of cancellation:
 
     1 / r_n = 2 (n + 1) + s r_{n+1},    F_n = F_{n+1} + log(1 + s r_{n+1} / (2 (n + 1))).
 """
@@ -62,7 +62,7 @@ def _horner(coefficients: list[float], t: Tensor) -> Tensor:
 
 
 def _at_large_order(order: float, s: Tensor) -> tuple[Tensor, Tensor]:
-    """(F, r) at a large order; F(0) = 0 is built in, so constants never appear."""
+    """(F, r) at a large order; F(0) = 0 holds by construction, so no constants appear."""
     root = (order**2 + s).sqrt()
     t = order / root
     series = _series(order)

@@ -1,4 +1,4 @@
-"""Gradients and Hessians of functions that act row by row, ``(..., d)`` to ``(...)``."""
+"""Gradients and Hessians of row-wise functions, ``(..., d)`` to ``(...)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["gradient", "jacobian", "log_sum_exp", "pullback"]
 
 
 def pullback(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Any]:
-    """The value, and the function that maps cotangents of it to cotangents of x."""
+    """The value and its vector-Jacobian product."""
     value, pull = cast(Any, torch.func.vjp(function, x))
 
     def back(seed: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def pullback(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, A
 
 
 def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The gradient of a scalar of each row."""
+    """The gradient of a row-wise scalar."""
     value, back = pullback(function, x)
     return back(torch.ones_like(value))
 
@@ -39,7 +39,7 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, dim: int) -> Tensor:
-    """log sum exp, -inf where all are; torch's own has NaN derivatives at -inf in forward mode."""
+    """log sum exp; -inf if every entry is. torch's has NaN forward-mode derivatives at -inf."""
     peak = x.detach().amax(dim, keepdim=True)
     empty = peak == -torch.inf
     peak = torch.where(empty, 0.0, peak)

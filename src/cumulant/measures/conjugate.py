@@ -1,4 +1,4 @@
-"""Bayes' rule for conjugate pairs: tilting the prior by what was observed.
+"""Bayes' rule for conjugate pairs: the prior tilted by the observations.
 
 See docs/theory.md, T11, T26.
 """
@@ -59,9 +59,9 @@ def posterior(prior: _M, likelihood: Likelihood, observations: Tensor) -> Poster
     Categories are one-hot.
 
     Args:
-        prior: of the parameter x, batch shape ``(*batch,)``.
-        likelihood: a class from the table, or for Gaussians the law of y - x.
-        observations: n of them for each prior, all given the same x.
+        prior: the prior of the parameter x, batch shape ``(*batch,)``.
+        likelihood: a class from the table; for Gaussians, the distribution of y - x.
+        observations: n per prior, independent given x.
 
     >>> import torch, cumulant as cm
     >>> cm.posterior(cm.Gamma(2.0, 1.0), cm.Poisson, torch.tensor([3.0, 5.0])).measure.rate
@@ -69,8 +69,8 @@ def posterior(prior: _M, likelihood: Likelihood, observations: Tensor) -> Poster
     """
     if not isinstance(prior, Measure):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
-            f"posterior: prior must be a measure, not {type(prior).__name__}; torch distributions "
-            "come in by from_torch."
+            f"posterior: prior must be a measure, not {type(prior).__name__}; convert torch "
+            "distributions with from_torch."
         )
     if prior._row_count() != 1:
         raise InputError("posterior: the prior must not be tilted by several eta at once.")
@@ -160,5 +160,5 @@ def _message(prior: Measure, likelihood: Any, y: Tensor) -> tuple[Tensor, Tensor
     raise InputError(
         f"posterior: {type(prior).__name__} is not conjugate to {name} here. Pairs: Gamma with "
         "Poisson or Exponential, Beta with Bernoulli, Dirichlet with Categorical (pass these as "
-        "classes), MeanCovarianceGaussian or Gaussian with a Gaussian (the law of the noise)."
+        "classes), MeanCovarianceGaussian or Gaussian with a Gaussian (the noise)."
     )

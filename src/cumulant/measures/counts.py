@@ -39,7 +39,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _atom(family: ExponentialFamily, x: Tensor) -> Tensor:
-    """KL of a point mass at x from h: minus the log of the mass that h has there."""
+    """KL(point mass at x || h): minus the log-mass of h at x."""
     return -family._log_density(x, torch.zeros_like(x))
 
 
@@ -77,7 +77,7 @@ class Binomial(ExponentialFamily):
     def _empty(cls, d: int, **fixed: Any) -> Self:
         new = cls.__new__(cls)
         if set(fixed) != {"total_count"}:
-            raise InputError("Binomial needs total_count=, the number of trials, and nothing else.")
+            raise InputError("Binomial takes only total_count=, the number of trials.")
         got, _ = numbers(cls.__name__, **fixed)
         new._set_count(got["total_count"])
         return new
@@ -153,7 +153,7 @@ class Bernoulli(Binomial):
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
         if fixed:
-            raise InputError(f"Bernoulli has no parameter {', '.join(fixed)} that is fixed.")
+            raise InputError(f"Bernoulli has no fixed parameter {', '.join(fixed)}.")
         return super()._empty(d, total_count=1)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
@@ -184,7 +184,7 @@ class Poisson(ExponentialFamily):
         return theta.exp()[..., 0]
 
     def _increment(self, theta: Tensor, eta: Tensor) -> Tensor:
-        # rate (e^eta - 1), as a difference where eta is so large that rate may have vanished.
+        # rate (e^eta - 1), as a difference where eta is so large that rate may have underflowed.
         near = eta.abs() < 1
         small = theta.exp() * torch.where(near, eta, 0.0).expm1()
         return torch.where(near, small, (theta + eta).exp() - theta.exp())[..., 0]
@@ -265,11 +265,11 @@ class Geometric(ExponentialFamily):
 class Categorical(ExponentialFamily):
     """One of K categories as a one-hot vector: G(eta) = log sum_k p_k e^eta_k (T6).
 
-    The mean is the vector of tilted probabilities. Adding a constant to eta changes nothing but G,
-    and `link` returns the eta that sums to zero over the categories with p > 0.
+    The mean is the vector of tilted probabilities. Adding a constant to eta changes only G, and
+    `link` returns the eta that sums to zero over the categories with p > 0.
 
     Args:
-        probs: ``(*batch, K)``, >= 0 with a positive sum, normalized for you.
+        probs: ``(*batch, K)``, >= 0 with a positive sum; normalized automatically.
 
     >>> import torch, cumulant as cm
     >>> cm.Categorical([0.2, 0.8]).mean(torch.zeros(1, 2))
@@ -282,14 +282,12 @@ class Categorical(ExponentialFamily):
         got, self._weak = numbers("Categorical", probs=probs)
         p = got["probs"]
         if p.ndim < 1 or p.shape[-1] < 1:
-            raise InputError(
-                f"Categorical: probs must have shape (..., K), but has {tuple(p.shape)}."
-            )
+            raise InputError(f"Categorical: probs must have shape (..., K), not {tuple(p.shape)}.")
         require(
             (p >= 0) & p.isfinite() & (p.sum(-1, keepdim=True) > 0),
             lambda: (
                 "Categorical: probs must be finite and >= 0, and not all zero; probabilities lie "
-                f"in [0, 1], these go from {float(p.min()):.6g} to {float(p.max()):.6g}."
+                f"in [0, 1], these range from {float(p.min()):.6g} to {float(p.max()):.6g}."
             ),
         )
         p = p / p.amax(-1, keepdim=True)
@@ -301,12 +299,12 @@ class Categorical(ExponentialFamily):
         return (mean * ratio).sum(-1)
 
     def _check_natural(self, owner: str) -> None:
-        """-inf is a category without weight."""
+        """-inf gives a category zero weight."""
         log_masses(owner, "natural", self._theta, self._theta.shape[-1])
         self._theta = self._theta.log_softmax(-1)
 
     def _check_size(self) -> None:
-        """Any number of categories will do."""
+        """Any number of categories is valid."""
 
     @property
     def probs(self) -> Tensor:

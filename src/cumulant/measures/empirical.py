@@ -23,20 +23,19 @@ __all__ = ["Empirical", "maximum_entropy"]
 
 
 class Empirical(Measure):
-    """Weights on points: G(eta) = log sum_j w_j exp<x_j, eta> (T1).
+    """Weighted points: G(eta) = log sum_j w_j exp<x_j, eta> (T1).
 
-    ``mean`` is softmax attention with queries eta (and no 1/sqrt(d)), keys and values x. All of it
-    streams over the points, so memory is linear in M + N.
+    ``mean`` is softmax attention with queries eta (without 1/sqrt(d)) and keys = values = x.
+    Everything streams over the points, so memory is linear in M + N.
 
     Args:
         points: ``(*batch, N, d)``.
-        log_weights: ``(*batch, N)``, not normalized; -inf removes a point. By default all zero:
-            the counting measure.
+        log_weights: ``(*batch, N)``, unnormalized; -inf removes a point. Default all zero: the
+            counting measure.
         values: ``(*batch, N, e)``, attached to the points for `value_mean`.
 
     Raises:
-        InputError: no points, numbers that are not finite, weights that are all zero, shapes that
-            do not fit.
+        InputError: no points, non-finite numbers, all weights zero, or mismatched shapes.
 
     >>> import torch, cumulant as cm
     >>> die = cm.Empirical(torch.arange(1.0, 7.0)[:, None])
@@ -56,7 +55,7 @@ class Empirical(Measure):
         if self.points.ndim < 2 or 0 in self.points.shape[-2:]:
             raise InputError(
                 "Empirical: points must have shape (..., N, d) with N and d at least 1, but have "
-                f"{tuple(self.points.shape)}. One-dimensional points go in as x[:, None]."
+                f"{tuple(self.points.shape)}. Pass one-dimensional points as x[:, None]."
             )
         n = self.points.shape[-2]
         self.log_weights, self.values = got.get("log_weights"), got.get("values")
@@ -68,7 +67,7 @@ class Empirical(Measure):
             finite("Empirical", "values", self.values)
             if self.values.ndim < 2 or self.values.shape[-2] != n:
                 raise InputError(
-                    f"Empirical: values must have shape (..., {n}, e), one row for each point, but "
+                    f"Empirical: values must have shape (..., {n}, e), one row per point, but "
                     f"have {tuple(self.values.shape)}."
                 )
             shapes["values"] = self.values.shape[:-2]
@@ -79,7 +78,7 @@ class Empirical(Measure):
         return self.points.shape[-1]
 
     def _arguments(self, eta: Tensor, points: Tensor) -> dict[str, Tensor]:
-        """The kernels' named arguments; keys relative to their center, the largest weight one."""
+        """Named kernel arguments: keys relative to their center, weights scaled to maximum 1."""
         out = {"query": eta, "key": points}
         if self.log_weights is not None:
             out["bias"] = (self.log_weights - self._top())[..., None, :]
@@ -87,7 +86,7 @@ class Empirical(Measure):
         return {n: x[(None,) * (rank - x.ndim)] for n, x in out.items()}
 
     def _center(self) -> Tensor:
-        """A constant near the points: taking it off keeps the digits of far-off clouds."""
+        """A constant near the points; subtracting it preserves precision far from the origin."""
         return self.points.detach().mean(-2, keepdim=True)
 
     def _top(self) -> Tensor:
@@ -96,7 +95,7 @@ class Empirical(Measure):
         return self.log_weights.detach().amax(-1, keepdim=True)
 
     def _moments(self, eta: Tensor, value: Tensor | None = None, entropy: bool = False) -> Moments:
-        """Attention about the center, with values relative to it unless others are given."""
+        """Attention about the center; the values default to the points relative to it."""
         points = self.points - self._center()
         arguments = self._arguments(eta, points)
         value = points if value is None else value
@@ -118,12 +117,12 @@ class Empirical(Measure):
         return self._lifted(eta, moments), moments.mean + self._center()
 
     def _covariance(self, eta: Tensor) -> Tensor:
-        # In double precision: peaked weights leave differences far below the points themselves.
+        # In double precision: with peaked weights the differences are far below the points' size.
         double = self._to(eta.dtype if eta.device.type == "mps" else torch.float64)
         return double._spread(eta.to(double.dtype)).to(eta.dtype)
 
     def _spread(self, eta: Tensor) -> Tensor:
-        """Cov[x] = E[(x - c)(x - c)'] - (E[x] - c)(E[x] - c)', c amid the means."""
+        """Cov[x] = E[(x - c)(x - c)'] - (E[x] - c)(E[x] - c)', with c central among the means."""
         d = self.dimension
         moments = self._moments(eta)
         center = moments.mean.detach().mean(-2, keepdim=True)
@@ -150,7 +149,7 @@ class Empirical(Measure):
         return eta @ frame.span
 
     def _extent(self) -> tuple[Tensor, Tensor]:
-        """Of the points that have any weight, counted alike: the hull knows no weights."""
+        """Over the points with nonzero weight, equally weighted: the hull ignores weights."""
         count = torch.ones_like(self.points[..., :1])
         if self.log_weights is not None:
             count = count * (self.log_weights > -math.inf)[..., None]
@@ -183,26 +182,26 @@ class Empirical(Measure):
         tensor([[2.]])
         """
         if self.values is None:
-            raise InputError("value_mean: this measure has no values; give Empirical(values=...).")
+            raise InputError("value_mean: this measure has no values; pass Empirical(values=...).")
         entry = self._enter("value_mean", eta=eta)
         measure = entry.measure
         return entry.finish(measure._moments(*entry.arguments, measure.values).mean, 1)
 
     def probabilities(self, eta: Tensor | None = None) -> Tensor:
-        """p(j | eta) ``(*batch, M, N)``, the attention weights: the one M x N array, on request."""
+        """p(j | eta) ``(*batch, M, N)``, the attention weights; the only M x N array formed."""
         entry = self._enter("probabilities", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         return entry.finish(measure._scores(eta).softmax(-1), 1)
 
     def _scores(self, eta: Tensor) -> Tensor:
-        """<x - center, eta> + log(w / max w): all M x N of them."""
+        """<x - center, eta> + log(w / max w), ``M x N``."""
         scores = eta @ (self.points - self._center()).mT
         if self.log_weights is None:
             return scores
         return scores + (self.log_weights - self._top())[..., None, :]
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
-        """Inverse transform: a row of cumulative weights at a time, some rows together."""
+        """Inverse-transform sampling from cumulative weights, a block of rows at a time."""
         batch, (m, d) = eta.shape[:-2], eta.shape[-2:]
         points = self.points.expand(*batch, *self.points.shape[-2:])
         drawn = points.new_empty(n, *batch, m, d)
@@ -238,12 +237,12 @@ class Empirical(Measure):
 
 def _column(x: Tensor | None) -> Tensor:
     if x is None:
-        raise RuntimeError("the kernel was asked for the entropy and did not return it")
+        raise RuntimeError("the kernel did not return the requested entropy")
     return x[..., 0]
 
 
 def unpack(packed: Tensor, d: int) -> Tensor:
-    """The symmetric matrix ``(..., d, d)`` with this upper triangle, row after row."""
+    """The symmetric matrix ``(..., d, d)`` with this row-major upper triangle."""
     first, second = torch.triu_indices(d, d, device=packed.device)
     place = torch.empty(d, d, dtype=torch.long, device=packed.device)
     place[first, second] = place[second, first] = torch.arange(len(first), device=packed.device)
@@ -277,7 +276,7 @@ def maximum_entropy(
     log_weights: Tensor | None = None,
     throw: bool = True,
 ) -> Tensor | Solution:
-    """The least committed probabilities on points, or features of them, with given means (T8).
+    """The maximum-entropy probabilities on points, or features of them, with given means (T8).
 
     Among all p with sum_j p_j x_j = moments these have the largest entropy (relative to the given
     weights, the smallest KL); they are the tilted measure p_j ∝ w_j exp<x_j, eta>.
@@ -285,14 +284,14 @@ def maximum_entropy(
     Args:
         points: ``(*batch, N, d)``, or ``(N,)`` for d = 1; functions of the outcomes.
         moments: the mean to match, ``(*batch, d)``, or a number for d = 1.
-        log_weights: ``(*batch, N)``, the prior; uniform by default.
+        log_weights: ``(*batch, N)``, the prior; default uniform.
         throw: False returns a `Solution`, the probabilities and an `Outcome`, instead of raising.
 
     Returns:
         ``(*batch, N)``, summing to one; differentiable.
 
     Raises:
-        NoSolutionError: no probabilities have these moments, or only some that vanish on points.
+        NoSolutionError: no probabilities have these moments, or only ones that are zero somewhere.
         ConvergenceError: Newton's method stalled.
 
     Jaynes' die, whose throws average 4.5 instead of 3.5:
@@ -309,7 +308,7 @@ def maximum_entropy(
     measure = Empirical(points, log_weights)
     if target.ndim == 0 or target.shape[-1] != measure.dimension:
         raise InputError(
-            f"maximum_entropy: moments must have shape (..., {measure.dimension}), one for each "
+            f"maximum_entropy: moments must have shape (..., {measure.dimension}), one per "
             f"column of the points, but have {tuple(target.shape)}."
         )
     eta, status = measure.link(target[..., None, :], throw=False)

@@ -1,4 +1,4 @@
-"""The public edge of a measure: natural parameters and means, checked and brought to one shape."""
+"""The public edge of a measure: checks natural parameters and means, and broadcasts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Entry", "enter"]
 
 
 class Entry(NamedTuple):
-    """A checked call: the measure in the precision of the computation, and the way back."""
+    """A checked call: the measure in the computing precision, and the conversion back."""
 
     measure: Any
     arguments: list[Tensor]
@@ -27,15 +27,15 @@ class Entry(NamedTuple):
     dtype: torch.dtype
 
     def finish(self, x: Tensor, tail: int) -> Tensor:
-        """In the caller's precision; `tail` dimensions follow the M natural parameters."""
+        """Convert to the caller's precision; `tail` dimensions follow the M natural parameters."""
         x = x.squeeze(-1 - tail) if self.flat else x
         return x.to(self.dtype)
 
 
 def enter(measure: Measure, call: str, given: Mapping[str, Tensor | None]) -> Entry:
-    """Check natural parameters or means, and bring them to ``(*batch, M, d)``.
+    """Check natural parameters or means, and broadcast them to ``(*batch, M, d)``.
 
-    None is zero. Vectors ``(d,)`` are one row, which `Entry.finish` drops again.
+    None means zero. A vector ``(d,)`` becomes one row, which `Entry.finish` drops again.
     """
     owner = f"{type(measure).__name__}.{call}"
     tensors = {name: _argument(owner, name, x, measure) for name, x in given.items()}
@@ -64,14 +64,14 @@ def _argument(owner: str, name: str, given: Any, measure: Measure) -> Tensor:
         )
     if x.device != measure.device:
         raise InputError(
-            f"{owner}: {name} is on {x.device}, the measure on {measure.device}: move one."
+            f"{owner}: {name} is on {x.device}, the measure on {measure.device}; move one."
         )
     require(x.isfinite(), lambda: f"{owner}: {name} must be finite.")
     return x if x.is_floating_point() else x.to(torch.get_default_dtype())
 
 
 def _tensor(owner: str, name: str, given: Any, measure: Measure) -> Tensor:
-    """The argument as a tensor: zero for None, numbers in the precision of the measure."""
+    """The argument as a tensor: zero for None; plain numbers take the measure's precision."""
     if isinstance(given, Tensor):
         return given
     kind = torch.get_default_dtype() if measure._weak else measure.dtype
@@ -85,7 +85,7 @@ def _tensor(owner: str, name: str, given: Any, measure: Measure) -> Tensor:
 
 
 def _output_precision(measure: Measure, given: Sequence[torch.dtype]) -> torch.dtype:
-    """The widest of all; but half precision in gives half precision out."""
+    """The widest dtype given, except that half precision in gives half precision out."""
     if all(kind in HALF for kind in given) and measure.dtype != torch.float64:
         return given[0]
     kinds = [*given] if measure._weak else [measure.dtype, *given]
@@ -96,7 +96,7 @@ def _output_precision(measure: Measure, given: Sequence[torch.dtype]) -> torch.d
 
 
 def _computing_precision(measure: Measure, output: torch.dtype) -> torch.dtype:
-    """Single precision at least; double where a family asks for it and the device has it."""
+    """At least single precision; double where the family requires it and the device has it."""
     if measure._double and measure.device.type != "mps":
         return torch.float64
     return widened(output)

@@ -1,7 +1,7 @@
 """Exponential families, p(x | theta) = b(x) exp(<u(x), theta> - A(theta)).
 
-Tilting by eta adds eta to the natural parameter theta (docs/theory.md, T2), so with theta the
-member that h is, G(eta) = A(theta + eta) - A(theta), and everything else is A and its derivatives.
+Tilting by eta adds eta to the natural parameter theta (docs/theory.md, T2). With h the member at
+theta, G(eta) = A(theta + eta) - A(theta), and everything else follows from A and its derivatives.
 
 Shapes: theta is ``(*batch, R, d)``, where R is 1 unless the measure was tilted by R natural
 parameters at once.
@@ -30,11 +30,11 @@ __all__ = ["ExponentialFamily"]
 
 
 class ExponentialFamily(Measure):
-    """A member of an exponential family, as a measure to tilt: theta becomes theta + eta (T2)."""
+    """A member of an exponential family as a measure; tilting adds eta to theta (T2)."""
 
     _parameters: ClassVar[Mapping[str, int]] = {"_theta": 2}
     _double: bool = True
-    # True where laws on the boundary of the hull, such as p = 0, are members too.
+    # True where distributions on the boundary of the hull, such as p = 0, are members too.
     _closed: ClassVar[bool] = False
     _theta: Tensor
 
@@ -50,11 +50,11 @@ class ExponentialFamily(Measure):
 
     @abstractmethod
     def _log_base(self, x: Tensor) -> Tensor:
-        """log b(x), with the constant that `_potential` leaves out; -inf outside the support."""
+        """log b(x), with the constant that `_potential` omits; -inf outside the support."""
 
     @abstractmethod
     def _hull(self, mean: Tensor) -> Tensor:
-        """`Code` of each mean: inside the convex hull of u's support, on its boundary, outside."""
+        """`Code` of each mean: inside, on the boundary of or outside the hull of u's support."""
 
     def _gradient(self, theta: Tensor) -> Tensor:
         return gradient(self._potential, theta)
@@ -64,12 +64,12 @@ class ExponentialFamily(Measure):
         return self._potential(theta + eta) - self._potential(theta)
 
     def _valid(self, theta: Tensor) -> Tensor | None:
-        """Where A is finite; None if everywhere."""
+        """Where A is finite; None means everywhere."""
         return None
 
     def _inverse(self, mean: Tensor) -> Solution:
-        """The theta with that mean, for means inside the hull: by Newton's method, or overridden
-        with `solved` of a closed form."""
+        """The theta with that mean, for means inside the hull. Uses Newton's method; families with
+        a closed form override this with `solved`."""
         family, wide_mean, resolution = wide(self, mean)
         code = torch.full(mean.shape[:-1], int(Code.CONVERGED), device=mean.device)
         frame = no_frame(wide_mean)
@@ -77,11 +77,11 @@ class ExponentialFamily(Measure):
         return Solution(found.value.to(mean.dtype), found.status)
 
     def _start(self, mean: Tensor) -> Tensor:
-        """Where Newton's method starts looking for theta; for families without `_inverse`."""
+        """Starting point of Newton's method for theta, in families without `_inverse`."""
         raise NotImplementedError(f"{type(self).__name__} must supply _inverse or _start")
 
     def statistic(self, x: Tensor) -> Tensor:
-        """u(x) ``(..., d)``: x itself unless the family says otherwise."""
+        """u(x) ``(..., d)``; default x itself."""
         return x
 
     def _event(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class ExponentialFamily(Measure):
         code = self._hull(mean)
         fixed = ~self._theta.isfinite()
         own = self._gradient(self._theta)
-        # A degenerate member cannot be tilted away from its one point.
+        # A degenerate member cannot be tilted off its single point.
         same = (mean - own).abs().amax(-1) <= 1e-6 * (1 + own.abs().amax(-1))
         frozen = torch.where(same, int(Code.CONVERGED), int(Code.OUTSIDE))
         code = torch.where(fixed.any(-1), frozen, code)
@@ -145,17 +145,17 @@ class ExponentialFamily(Measure):
         return not_negative(super()._relative_entropy(eta))
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
-        # No mass on the boundary: no law there is close to h.
+        # h has no mass on the boundary, so the KL of a distribution there is infinite.
         return torch.full_like(near, torch.inf)
 
     def _interior(self, mean: Tensor) -> Tensor:
-        """Some mean inside the hull, to stand in where `mean` is not."""
+        """A placeholder mean inside the hull, for rows where `mean` is not."""
         return torch.full_like(mean, 0.5)
 
     # Coordinates ----------------------------------------------------------------------------------
 
     def _shown(self, x: Tensor, tail: int) -> Tensor:
-        """A parameter without the row dimension, unless there are several rows."""
+        """A parameter, with the row dimension dropped unless there are several rows."""
         x = x.to(torch.get_default_dtype()) if self._weak else x
         return x if self._rows else x.squeeze(-1 - tail)
 
@@ -166,14 +166,14 @@ class ExponentialFamily(Measure):
 
     @property
     def expectation(self) -> Tensor:
-        """E[u] ``(*batch, d)``: the other coordinates of the same member."""
+        """E[u] ``(*batch, d)``, the expectation parameters of the same member."""
         return self._shown(self._gradient(self._theta), 1)
 
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
-        """A family without a member yet; subclasses with further parameters set them."""
+        """An instance without theta; subclasses with further parameters set them here."""
         if fixed:
-            raise InputError(f"{cls.__name__} has no parameter {', '.join(fixed)} that is fixed.")
+            raise InputError(f"{cls.__name__} has no fixed parameter {', '.join(fixed)}.")
         if d == 0:
             raise InputError(f"{cls.__name__}: parameters must end in a dimension of at least 1.")
         return cls.__new__(cls)
@@ -209,7 +209,7 @@ class ExponentialFamily(Measure):
 
     @classmethod
     def _expecting(cls, call: str, expectation: Tensor, **fixed: Any) -> Self:
-        """`from_expectation`, on behalf of that call."""
+        """`from_expectation`; errors name `call`."""
         got, weak = numbers(call, expectation=expectation)
         mean = finite(call, "expectation", got["expectation"])
         if mean.ndim < 1:
@@ -226,13 +226,13 @@ class ExponentialFamily(Measure):
         return double._rebuilt({"_theta": found.value})._to(mean.dtype)
 
     def _inverse_inside(self, mean: Tensor, code: Tensor) -> Solution:
-        """The theta of each mean whose code is good; elsewhere some mean inside stands in."""
+        """The theta of each mean whose code is good; the rest use a placeholder inside the hull."""
         good = code == Code.CONVERGED
         found = self._inverse(torch.where(good[..., None], mean, self._interior(mean)))
         return Solution(found.value, Outcome(torch.where(good, found.status.code, code)))
 
     def _check_size(self) -> None:
-        """Raise if the natural parameter has a size that this family cannot have."""
+        """Raise if the natural parameter has the wrong size for this family."""
         self._needs(1)
 
     def _needs(self, d: int) -> None:
@@ -255,13 +255,13 @@ class ExponentialFamily(Measure):
 
 
 def solved(theta: Tensor) -> Solution:
-    """A closed form as a link without failures."""
+    """Wrap a closed form as a link in which every problem converged."""
     code = torch.full(theta.shape[:-1], int(Code.CONVERGED), device=theta.device)
     return Solution(theta, Outcome(code))
 
 
 def interval(mean: Tensor, low: float | None, high: float | Tensor | None) -> Tensor:
-    """Codes for a mean of one statistic that must lie between two ends."""
+    """Codes for a scalar mean that must lie between two bounds."""
     x = mean[..., 0]
     outside, boundary = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool)
     if low is not None:

@@ -1,4 +1,4 @@
-"""Coordinates in which the support of a measure is round, for Newton's method on its link."""
+"""Coordinates that whiten the support of a measure, for Newton's method on its link."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Frame", "no_frame", "whitening"]
 
 
 class Frame(NamedTuple):
-    """Coordinates z with eta = W z in which the support, weights aside, has covariance one.
+    """Coordinates z, eta = W z, in which the unweighted support has identity covariance.
 
-    `idle` directions do not move: the support is flat there, and W is zero on them. `span` projects
-    on the directions of the support, which makes eta as short as it can be.
+    `idle` directions stay fixed: the support is flat there, and W is zero on them. `span` projects
+    onto the directions of the support, which gives the eta of smallest norm.
     """
 
     whiten: Tensor  # (*batch, d, d): W
@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 
     @property
     def tails(self) -> tuple[int, ...]:
-        """How many dimensions of each tensor are not batch."""
+        """Number of non-batch dimensions of each tensor."""
         return 2, 1, 2, 1
 
 
@@ -36,11 +36,11 @@ def whitening(
     """The frame of a measure, and which means lie off its affine span.
 
     Coordinates may be in different units, so rank is judged by correlations. `resolution` is the
-    rounding of the numbers the caller gave.
+    rounding error of the caller's numbers.
     """
     d, rounding = covariance.shape[-1], torch.finfo(covariance.dtype).eps
     unit = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()
-    # A coordinate whose spread is rounding of its own size does not vary.
+    # A coordinate whose spread is within its own rounding error counts as constant.
     unit = torch.where(unit <= 4 * rounding * center[..., 0, :].abs(), 0.0, unit)
     inverse = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1.0), 0.0)
     correlation = covariance * inverse[..., :, None] * inverse[..., None, :]
@@ -48,7 +48,7 @@ def whitening(
     idle = values <= d * max(100 * rounding, (16 * resolution) ** 2)
     length = torch.where(idle, 1.0, values).sqrt()
     whiten = inverse[..., :, None] * axes * torch.where(idle, 0.0, 1 / length)[..., None, :]
-    # What the support's directions cannot see: the null space of the covariance.
+    # The null space of the covariance: directions orthogonal to the support.
     blind = torch.where(unit > 0, inverse, 1.0)[..., :, None] * axes * idle[..., None, :]
     blind = blind / linalg.vector_norm(blind, dim=-2, keepdim=True).clamp_min(1e-300)
     eye = torch.eye(d, dtype=covariance.dtype, device=covariance.device)

@@ -1,4 +1,4 @@
-"""Gaussians: with the mean alone moving, and with mean and covariance (docs/theory.md, T3, T26)."""
+"""Gaussians: tilted in the mean alone, or in mean and covariance (docs/theory.md, T3, T26)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LOG_2PI = math.log(2 * math.pi)
 def read_covariance(owner: str, mean: Tensor, covariance: Tensor) -> tuple[Tensor, bool]:
     """A dense ``(..., d, d)`` or diagonal ``(..., d)`` covariance, and whether it is diagonal.
 
-    A number is a multiple of the identity. Where the mean has a batch of exactly d, a ``(d, d)``
-    array could be either: it is dense if it is symmetric positive definite.
+    A number is a multiple of the identity. If the batch size of the mean is also d, a ``(d, d)``
+    array is ambiguous: it counts as dense if it is symmetric positive definite.
     """
     d = mean.shape[-1]
     if covariance.ndim == 0:
@@ -45,7 +45,7 @@ def read_covariance(owner: str, mean: Tensor, covariance: Tensor) -> tuple[Tenso
     if not square and covariance.shape[-1] != d:
         raise InputError(
             f"{owner}: covariance must have shape (..., {d}, {d}), or (..., {d}) if diagonal, to "
-            f"fit the mean {tuple(mean.shape)}; it has {tuple(covariance.shape)}."
+            f"match the mean {tuple(mean.shape)}; got {tuple(covariance.shape)}."
         )
     finite(owner, "covariance", covariance)
     if square:
@@ -54,11 +54,11 @@ def read_covariance(owner: str, mean: Tensor, covariance: Tensor) -> tuple[Tenso
 
 
 def could_be_dense(owner: str, name: str, x: Tensor) -> bool:
-    """Whether an array of two possible meanings is symmetric positive definite."""
+    """Whether an ambiguous array is symmetric positive definite."""
     if holds(x == x.detach()) is None:
         raise InputError(
             f"{owner}: {name} of shape {tuple(x.shape)} could be a matrix or a table of variances, "
-            "and inside vmap its entries cannot be looked at: give one more dimension, or for "
+            "and its entries cannot be read inside vmap: add a dimension, or for "
             "mixtures covariance_type."
         )
     try:
@@ -78,7 +78,7 @@ class Gaussian(Measure):
         covariance: S, ``(*batch, d, d)``, or its diagonal ``(*batch, d)``, or one number.
 
     Raises:
-        InputError: a covariance that is not symmetric positive definite, or does not fit the mean.
+        InputError: the covariance is not symmetric positive definite or does not match the mean.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Gaussian(torch.zeros(2), torch.eye(2))
@@ -95,7 +95,7 @@ class Gaussian(Measure):
         if loc.ndim < 1 or loc.shape[-1] < 1:
             raise InputError(
                 f"Gaussian: mean must have shape (..., d), but has {tuple(loc.shape)}; for d = 1 "
-                "that is x[..., None]."
+                "pass x[..., None]."
             )
         self._cov, self.diagonal = read_covariance("Gaussian", loc, got["covariance"])
         tail = self._cov.ndim - (1 if self.diagonal else 2)
@@ -127,7 +127,7 @@ class Gaussian(Measure):
         return torch.diag_embed(self._cov) if self.diagonal else self._cov
 
     def _times(self, x: Tensor) -> Tensor:
-        """S x, for rows x."""
+        """S x for each row x."""
         return x * self._cov[..., None, :] if self.diagonal else x @ self._cov
 
     def _log_normalizer(self, eta: Tensor) -> Tensor:
@@ -176,9 +176,9 @@ class Gaussian(Measure):
 
 
 def inverse(matrix: Tensor) -> Tensor:
-    """The inverse of a symmetric matrix, symmetric.
+    """The inverse of a symmetric matrix, symmetrized.
 
-    Of torch's ways to solve, this one has right derivatives in every mode: cholesky_inverse is
+    Of torch's solvers only this one has correct derivatives in every mode: cholesky_inverse is
     wrong in forward mode, and solve at second order over forward mode (2.13).
     """
     out = linalg.inv(matrix)
@@ -186,17 +186,17 @@ def inverse(matrix: Tensor) -> Tensor:
 
 
 def log_gaussian(away: Tensor, root: Tensor) -> Tensor:
-    """log N(away; 0, root root'), for rows ``(..., M, d)`` and roots ``(..., d, d)``."""
+    """log N(away; 0, root root') for rows ``(..., M, d)`` and roots ``(..., d, d)``."""
     white = linalg.solve_triangular(root, away.mT, upper=False)
     log_root = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)[..., None]
     return -(white.square().sum(-2) + away.shape[-1] * LOG_2PI) / 2 - log_root
 
 
 class MeanCovarianceGaussian(ExponentialFamily):
-    """A Gaussian with mean and covariance both moving: u(x) = (x, x_a x_b for a <= b) (T26).
+    """A Gaussian tilted in mean and covariance: u(x) = (x, x_a x_b for a <= b) (T26).
 
     theta = (P m, -P_aa / 2, -P_ab for a < b) with the precision P = S^-1. `Gaussian` is the same
-    law with only the mean moving, and d statistics.
+    distribution tilted in the mean alone, with d statistics.
 
     Args:
         mean: m, ``(*batch, k)``.
@@ -307,13 +307,13 @@ class MeanCovarianceGaussian(ExponentialFamily):
 
 
 def _packed_products(x: Tensor) -> Tensor:
-    """x_a x_b for a <= b, row after row."""
+    """x_a x_b for a <= b, row-major."""
     first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     return x[..., first] * x[..., second]
 
 
 def packed_natural(precision: Tensor) -> Tensor:
-    """-P_aa / 2 and -P_ab, row after row."""
+    """-P_aa / 2 and -P_ab, row-major."""
     k = precision.shape[-1]
     first, second = torch.triu_indices(k, k, device=precision.device)
     weight = torch.where(first == second, 0.5, 1.0).to(precision.dtype)
@@ -321,7 +321,7 @@ def packed_natural(precision: Tensor) -> Tensor:
 
 
 def expected_statistic(mean: Tensor, covariance: Tensor) -> Tensor:
-    """E[(x, x x')] of a law with this mean and covariance."""
+    """E[(x, x x')] of a distribution with this mean and covariance."""
     k = mean.shape[-1]
     first, second = torch.triu_indices(k, k, device=mean.device)
     square = covariance[..., first, second] + mean[..., first] * mean[..., second]

@@ -81,7 +81,7 @@ def from_torch(distribution: td.Distribution) -> Measure:
 
 
 def _gaussian(distribution: td.Distribution) -> tuple[Tensor, Tensor] | None:
-    """(mean, covariance) of normal laws, the covariance a diagonal or a matrix."""
+    """(mean, covariance) of a normal distribution; the covariance is a diagonal or a matrix."""
     match distribution:
         case td.MultivariateNormal() | td.LowRankMultivariateNormal():
             return distribution.mean, distribution.covariance_matrix

@@ -1,12 +1,12 @@
 """Tilted measures: p(x | eta) = h(x) exp(<u(x), eta> - G(eta)) (docs/theory.md, T1, T7-T10).
 
-Shape legend: a measure stands for a batch of measures ``(*batch,)``; natural parameters eta are
-``(*batch, M, d)``, M of them for each; u(x) in R^d is the statistic that eta multiplies, and it is
-x itself unless a class says otherwise.
+Shape legend: a measure is a batch of measures ``(*batch,)``; natural parameters eta are
+``(*batch, M, d)``, M per measure; u(x) in R^d is the statistic that eta multiplies, x itself
+unless a class overrides it.
 
-A measure supplies `_log_normalizer`; gradients and Hessians follow from it, and classes that know
-them in closed form say so. Public methods check and broadcast once, the methods with an underscore
-take what they return.
+A measure supplies `_log_normalizer`; gradients and Hessians follow from it, and classes with a
+closed form override them. Public methods check and broadcast once; the underscore methods take
+the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Measure", "Tilted", "not_negative"]
 
 
 class Measure(ABC):
-    """A measure h that can be tilted; see the list of methods.
+    """A measure h that can be tilted.
 
     =============================== ===============================================================
     `log_normalizer(eta)`           G(eta) ``(*batch, M)``; +inf outside the domain
@@ -45,22 +45,22 @@ class Measure(ABC):
     `relative_entropy(eta)`         KL(p_eta || h) = <eta, mean> - G
     `kl(eta_p, eta_q)`              KL(p_eta_p || p_eta_q), a Bregman divergence of G
     `link(mean)`                    the eta with that mean; `dual(mean)` is G* there
-    `tilt(eta)`                     p_eta, again a measure, normalized
+    `tilt(eta)`                     p_eta as a normalized measure
     `sample(eta, n)`                ``(n, *batch, M, d)``; `log_prob(x, eta)`: log density or mass
     =============================== ===============================================================
 
-    Everything but samples is differentiable, in eta and in the measure's own parameters. A single
+    Everything except samples is differentiable in eta and in the measure's own parameters. A single
     eta ``(d,)`` gives results without the dimension M; eta defaults to 0. Batch dimensions
     broadcast. Outside its domain a family has G = +inf and infinite mean, covariance and KL.
     """
 
-    # Names of the tensors that make up the measure, and how many of their dimensions are not batch.
+    # Names of the tensors that make up the measure, with their number of non-batch dimensions.
     _parameters: ClassVar[Mapping[str, int]] = {}
-    # True where plain numbers were given: they take on the precision of eta.
+    # True if every parameter was a plain number: these take the precision of eta.
     _weak: bool = False
-    # True where everything is computed in double precision, being cheap and prone to cancel.
+    # True to compute in double precision: cheap here, and prone to cancellation.
     _double: bool = False
-    # True where the measure was tilted by several natural parameters at once.
+    # True if the measure was tilted by several natural parameters at once.
     _rows: bool = False
 
     # What a class supplies ------------------------------------------------------------------------
@@ -99,11 +99,11 @@ class Measure(ABC):
         return (eta * self._mean(eta)).sum(-1) - self._log_normalizer(eta)
 
     def _inside(self, eta: Tensor) -> Tensor | None:
-        """Where eta lies in the domain; None if that is everywhere."""
+        """Where eta lies in the domain; None means everywhere."""
         return None
 
     def _visible(self, eta: Tensor) -> Tensor:
-        """eta without the directions that the support does not see."""
+        """eta without its component orthogonal to the support."""
         return eta
 
     def _extent(self) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class Measure(ABC):
         return self._mean(zero), self._covariance(zero)[..., 0, :, :]
 
     def _problem(self) -> Problem:
-        """What Newton's method minimizes to find the link."""
+        """The objective that Newton's method minimizes to find the link."""
 
         def value_and_mean(eta: Tensor) -> tuple[Tensor, Tensor]:
             inside = self._inside(eta)
@@ -134,12 +134,12 @@ class Measure(ABC):
     # The tensors behind the measure ---------------------------------------------------------------
 
     def _leaves(self) -> dict[str, tuple[Tensor, int]]:
-        """The tensors that make up the measure, each with its number of dimensions not batch."""
+        """The tensors that make up the measure, each with its number of non-batch dimensions."""
         given = ((n, getattr(self, n), k) for n, k in self._parameters.items())
         return {n: (x, k) for n, x, k in given if x is not None}
 
     def _rebuilt(self, leaves: Mapping[str, Tensor]) -> Self:
-        """The same measure made of other tensors."""
+        """The same measure with other tensors."""
         new = copy.copy(self)
         for name, x in leaves.items():
             setattr(new, name, x)
@@ -167,7 +167,7 @@ class Measure(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the measure's parameters live."""
+        """The device of the measure's parameters."""
         leaves = self._leaves().values()
         return next((x.device for x, _ in leaves), torch.device("cpu"))
 
@@ -178,7 +178,7 @@ class Measure(ABC):
     # The public edge ------------------------------------------------------------------------------
 
     def _enter(self, call: str, **given: Tensor | None) -> Entry:
-        """Check natural parameters or means, and bring them to ``(*batch, M, d)``."""
+        """Check natural parameters or means, and broadcast them to ``(*batch, M, d)``."""
         return enter(self, call, given)
 
     def _row_count(self) -> int:
@@ -221,8 +221,8 @@ class Measure(ABC):
     def relative_entropy(self, eta: Tensor | None = None) -> Tensor:
         """KL(p_eta || h) = <eta, E[u]> - G(eta), which is G* at the mean (T7).
 
-        Where h is not a probability, such as the counting measure, this is the integral of
-        p log(p / h) nevertheless: for counting, minus the Shannon entropy.
+        If h is not a probability measure, this is still the integral of p log(p / h): for the
+        counting measure, minus the Shannon entropy.
         """
         entry = self._enter("relative_entropy", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
@@ -252,12 +252,12 @@ class Measure(ABC):
 
         Args:
             mean: ``(*batch, M, d)``.
-            throw: False returns a `Solution`, the value and the `Outcome` of each mean, instead of
+            throw: False returns a `Solution` (the value and the `Outcome` of each mean) instead of
                 raising.
 
         Raises:
-            NoSolutionError: a mean on the boundary of the hull or outside it. It is an
-                `InputError` and a `ConvergenceError`.
+            NoSolutionError: a mean lies on the boundary of the hull or outside it. Subclass of
+                `InputError` and `ConvergenceError`.
             ConvergenceError: Newton's method stalled.
 
         >>> import torch, cumulant as cm
@@ -284,14 +284,14 @@ class Measure(ABC):
         return entry.finish(torch.where(found.status.outside, float("inf"), value), 0)
 
     def _edge(self, mean: Tensor, near: Tensor) -> Tensor:
-        """G* on the boundary, given its value at the last eta before it."""
+        """G* on the boundary, given its value at the last interior eta."""
         return near
 
     def tilt(self, eta: Tensor) -> Measure:
-        """p_eta as a measure of its own, normalized: tilt(a).tilt(b) is tilt(a + b) (T2).
+        """p_eta as a normalized measure: tilt(a).tilt(b) is tilt(a + b) (T2).
 
-        With M natural parameters it stands for M measures, and theirs pair off: an eta of the
-        result has M rows, or one for all.
+        With M natural parameters the result is M measures, paired with the rows of eta: later
+        calls take an eta with M rows, or one row for all.
         """
         entry = self._enter("tilt", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
@@ -315,8 +315,8 @@ class Measure(ABC):
 
         Args:
             eta: ``(*batch, M, d)``.
-            n: how many.
-            generator: of the draws; torch's own by default.
+            n: number of draws.
+            generator: random generator; default torch's global one.
         """
         whole("sample", "n", n, 0)
         entry = self._enter("sample", eta=eta)
@@ -331,8 +331,8 @@ class Measure(ABC):
         """log p(x | eta): log density, or log mass where the support is discrete.
 
         Args:
-            x: points ``(..., *batch, M, k)``, paired with eta as samples are; more dimensions may
-                lead. Without eta, or with a single one, ``(..., *batch, k)``.
+            x: points ``(..., *batch, M, k)``, paired with eta as samples are, with any number of
+                leading dimensions. Without eta, or with a single one, ``(..., *batch, k)``.
             eta: ``(*batch, M, d)``.
 
         Returns:
@@ -340,7 +340,7 @@ class Measure(ABC):
         """
         owner, size = f"{type(self).__name__}.log_prob", self._event_size()
         got, weak = numbers(owner, x=x)
-        if not weak and eta is None:  # x has a say in the precision
+        if not weak and eta is None:  # x counts towards the precision
             eta = torch.zeros(self.dimension, dtype=got["x"].dtype, device=self.device)
         entry = self._enter("log_prob", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
@@ -352,7 +352,7 @@ class Measure(ABC):
                 f"{owner}: x must have shape (..., M, {size}), but has {tuple(x.shape)}."
                 + (" Add a dimension with x[..., None]." if size == 1 else "")
             )
-        # Without rows in eta there are none in x, as samples have none.
+        # If eta has no rows, neither has x, as with samples.
         x = x[..., None, :] if entry.flat or x.ndim == 1 else x
         broadcast(owner, x=x.shape[:-1], eta=eta.shape[:-1])
 
@@ -362,7 +362,7 @@ class Measure(ABC):
         return entry.finish(_where_inside(measure, eta, density, 0), 0)
 
     def _event_size(self) -> int:
-        """How many numbers one x is."""
+        """The dimension k of x."""
         return self.dimension
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -371,7 +371,7 @@ class Measure(ABC):
 
 
 class Tilted(Measure):
-    """p_eta of a measure that is not closed under tilting in small memory: base and shift."""
+    """p_eta as base and shift, for measures without a compact closed form under tilting."""
 
     def __init__(self, base: Measure, shift: Tensor) -> None:
         self.base = base
@@ -451,5 +451,5 @@ def _require_inside(call: str, measure: Measure, eta: Tensor) -> None:
 
 
 def not_negative(x: Tensor) -> Tensor:
-    """Rounding below zero taken off the value, not off the derivatives."""
+    """Clamp negative rounding errors in the value, but not in the derivatives."""
     return x + (-x).clamp_min(0.0).detach()

@@ -39,16 +39,16 @@ class GaussianMixture(Measure):
 
     G(eta) = log sum_n pi_n exp(<mu_n, eta> + eta' S_n eta / 2), exactly, and its gradient is
     sum_n r_n (mu_n + S_n eta) with responsibilities r_n. The exponent is linear in the features
-    (eta, eta eta' / 2), so components are points and the attention kernel does the sum; with
+    (eta, eta eta' / 2), so components are points and the attention kernel computes the sum; with
     shared S it is attention plus S eta.
 
     Args:
         means: ``(*batch, N, d)``.
         covariances: by `covariance_type`: "shared" ``(*batch, d, d)``, "own" ``(*batch, N, d, d)``,
             "diagonal" ``(*batch, N, d)``, "isotropic" ``(*batch, N)`` or one number.
-        log_weights: log pi ``(*batch, N)``, not normalized; uniform probabilities by default.
-        covariance_type: inferred from the shape by default. Where N = d, an array ``(d, d)`` is
-            shared if it is symmetric positive definite, and diagonal otherwise.
+        log_weights: log pi ``(*batch, N)``, unnormalized; default uniform.
+        covariance_type: default inferred from the shape. If N = d, a ``(d, d)`` array is shared if
+            it is symmetric positive definite, and diagonal otherwise.
 
     >>> import torch, cumulant as cm
     >>> h = cm.GaussianMixture(torch.tensor([[-1.0], [1.0]]), 0.5)
@@ -157,7 +157,7 @@ class GaussianMixture(Measure):
         return self._value_and_mean(eta)[1]
 
     def _covariance(self, eta: Tensor) -> Tensor:
-        # In double precision: peaked responsibilities leave small differences of large features.
+        # In double precision: peaked responsibilities give small differences of large features.
         double = self._to(eta.dtype if eta.device.type == "mps" else torch.float64)
         return super(GaussianMixture, double)._covariance(eta.to(double.dtype)).to(eta.dtype)
 
@@ -184,8 +184,8 @@ class GaussianMixture(Measure):
 
         Args:
             eta: ``(*batch, M, d)``.
-            q: probabilities ``(N,)`` or ``(*batch, M, N)``; the mixture's own weights by default,
-                which is tight at eta = 0.
+            q: probabilities ``(N,)`` or ``(*batch, M, N)``; default the mixture's own weights, for
+                which the bound is tight at eta = 0.
         """
         entry = self._enter("log_normalizer_bound", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
@@ -197,7 +197,7 @@ class GaussianMixture(Measure):
             share = got["q"].to(eta.dtype)
             if share.ndim < 1 or share.shape[-1] != n:
                 raise InputError(
-                    f"log_normalizer_bound: q must end in a dimension of {n}, one weight for each "
+                    f"log_normalizer_bound: q must end in a dimension of {n}, one weight per "
                     f"component, but has shape {tuple(share.shape)}."
                 )
             slack = 1e2 * n * torch.finfo(share.dtype).eps
@@ -217,7 +217,7 @@ class GaussianMixture(Measure):
         return entry.finish(value + (share * ratio).sum(-1), 0)
 
     def responsibilities(self, eta: Tensor | None = None) -> Tensor:
-        """r_n(eta) ``(*batch, M, N)``: how much of p_eta comes from each component (T5)."""
+        """r_n(eta) ``(*batch, M, N)``: the share of each component in p_eta (T5)."""
         entry = self._enter("responsibilities", eta=eta)
         measure, (eta,) = entry.measure, entry.arguments
         scores = measure._features()._scores(measure._lift(eta))
@@ -235,7 +235,7 @@ class GaussianMixture(Measure):
         return torch.diag_embed(spread.sqrt())
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
-        """A component by its responsibility, then a draw from N(mu_n + S_n eta, S_n)."""
+        """Draw a component by responsibility, then from N(mu_n + S_n eta, S_n)."""
         features, lifted = self._features(), self._lift(eta)
         drawn = features._sample(lifted, n)
         noise = torch.randn(n, *eta.shape, dtype=eta.dtype, device=eta.device)
@@ -258,7 +258,7 @@ class GaussianMixture(Measure):
         return torch.where(inside, value, -math.inf)
 
     def to_torch(self) -> td.MixtureSameFamily:
-        """The mixture as torch's own."""
+        """The mixture as a torch distribution."""
         batch, n, d = self.batch_shape, self.means.shape[-2], self.dimension
         parts = td.MultivariateNormal(
             self.means.expand(*batch, n, d), scale_tril=self._roots().expand(*batch, n, d, d)
@@ -269,7 +269,7 @@ class GaussianMixture(Measure):
 
 
 def _kind(owner: str, means: Tensor, spread: Tensor, asked: str | None) -> str:
-    """Which of the four kinds of covariance this is."""
+    """Which of the four covariance types this is."""
     n, d = means.shape[-2:]
     ends = {"shared": (d, d), "own": (n, d, d), "diagonal": (n, d), "isotropic": (n,)}
     fits = [
@@ -283,7 +283,7 @@ def _kind(owner: str, means: Tensor, spread: Tensor, asked: str | None) -> str:
         if asked not in _KINDS:
             raise InputError(f"{owner}: covariance_type must be one of {_KINDS}, not {asked!r}.")
         fits = [kind for kind in fits if kind == asked]
-    # With a batch, shorter ends fit as well: the longest end is what was meant.
+    # With a batch, shorter suffixes match too: take the longest.
     for kind in ("own", "shared", "diagonal", "isotropic"):
         if kind not in fits:
             continue
@@ -297,13 +297,13 @@ def _kind(owner: str, means: Tensor, spread: Tensor, asked: str | None) -> str:
 
 
 class Mixture(Measure):
-    """Measures of one kind with weights pi_n: G(eta) = log sum_n pi_n exp G_n(eta).
+    """A mixture of measures of one type, weights pi_n: G(eta) = log sum_n pi_n exp G_n(eta).
 
-    For many Gaussians take `GaussianMixture`, which streams.
+    For many Gaussians use `GaussianMixture`, which streams.
 
     Args:
         components: a measure with batch shape ``(*batch, N)``.
-        log_weights: log pi ``(*batch, N)``; uniform probabilities by default.
+        log_weights: log pi ``(*batch, N)``; default uniform.
 
     >>> import torch, cumulant as cm
     >>> h = cm.Mixture(cm.Poisson(torch.tensor([1.0, 5.0])))
@@ -318,7 +318,7 @@ class Mixture(Measure):
             )
         if not components.batch_shape or components._rows:
             raise InputError(
-                "Mixture: components must be a batch of measures, (..., N), untilted; this one has "
+                "Mixture: components must be a batch of untilted measures, (..., N); got "
                 f"batch shape {tuple(components.batch_shape)}."
             )
         n = components.batch_shape[-1]
@@ -355,7 +355,7 @@ class Mixture(Measure):
         return self.components.dimension
 
     def _own(self, eta: Tensor) -> Tensor:
-        """eta for each component ``(*batch, N, M, d)``; zero where the component has no weight."""
+        """eta per component ``(*batch, N, M, d)``; zero where the component has no weight."""
         alive = (self.log_weights > -math.inf)[..., None, None]
         return torch.where(alive, eta[..., None, :, :], 0.0)
 
@@ -377,7 +377,7 @@ class Mixture(Measure):
         return None if inside is None else inside.all(-2)
 
     def _link(self, mean: Tensor) -> Solution:
-        """By Newton's method, inside the hull of what any component may produce."""
+        """By Newton's method, inside the hull of the components' supports."""
         if isinstance(self.components, Empirical):
             return self._pooled(self.components)._link(mean)
         if not isinstance(self.components, ExponentialFamily):
@@ -389,7 +389,7 @@ class Mixture(Measure):
         return Solution(found.value, Outcome(code))
 
     def _pooled(self, components: Empirical) -> Empirical:
-        """A mixture of weighted points is one set of weighted points."""
+        """A mixture of weighted point sets is itself a weighted point set."""
         points, own = components.points, components.log_weights
         logs = self.log_weights[..., None].expand(*self.log_weights.shape, points.shape[-2])
         logs = logs if own is None else logs + own

@@ -2,9 +2,9 @@
 
 See docs/theory.md, T8.
 
-Rows ``(*batch, M)`` are solved together, each with its own step length and its own end. Everything
-runs in double precision; the Newton decrement lambda^2 = g' H^-1 g, which is twice the remaining
-gap in nats and does not depend on coordinates, decides convergence.
+Rows ``(*batch, M)`` are solved together, each with its own step length and stopping point.
+Everything runs in double precision. Convergence is judged by the Newton decrement lambda^2 =
+g' H^-1 g, which is twice the remaining gap in nats and independent of the coordinates.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cumulant.measures.frame import Frame
 
 __all__ = ["Problem", "link_by_newton", "wide"]
 
-# Twice the gap in nats after the last step, as the contraction so far foretells it; for numbers
-# that came in single precision, what that precision can show.
+# Twice the gap in nats after the last step, predicted from the contraction so far; for
+# single-precision input, as small as that precision can resolve.
 _GAP = 1e-20
 _STEPS = 200
-# A factor of the Hessian is kept while steps with it are short and shrink the gap to this part.
+# A Hessian factor is reused while its steps are short and shrink the gap by this factor.
 _KEEP = 1e-3
-# Variances below this part of each other or of the support's are not left to single precision.
+# Variances below this fraction of each other or of the support's need double precision.
 _DOUBTFUL = 1e-4
-# A direction whose variance has shrunk to this part of the support's has met the boundary.
+# A direction whose variance has shrunk to this fraction of the support's is at the boundary.
 _VANISHED = 1e3 * torch.finfo(torch.float64).eps
-# What is added to the Hessian there, while the mean is still far.
+# Ridge added to the Hessian there while the mean is still far away.
 _RIDGE = 1e-6
 
 
@@ -41,8 +41,8 @@ class Problem(NamedTuple):
 
     `floor` ``(*batch, 1)`` marks finite support: inside the hull G - <eta, mean> never falls below
     the smallest log-weight, so falling below it proves that the mean lies outside. `reach`
-    ``(*batch, 1, d)``, how far the points extend along each coordinate, bounds what a step does to
-    log-weights; steps are limited by it only after one has gone too far.
+    ``(*batch, 1, d)``, the extent of the points along each coordinate, bounds how much a step
+    changes the log-weights; it limits steps only after one has overshot.
     """
 
     value_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 
 def _curvature(hessian: Callable[[Tensor], Tensor], eta: Tensor, frame: Frame) -> Tensor:
-    """The Hessian in the frame, one on the idle directions."""
+    """The Hessian in the frame, with ones on the idle directions."""
     whiten = frame.whiten[..., None, :, :]
     inner = whiten.mT @ hessian(eta) @ whiten
     return inner + torch.diag_embed(frame.idle.to(inner.dtype))[..., None, :, :]
@@ -63,7 +63,7 @@ def _curvature(hessian: Callable[[Tensor], Tensor], eta: Tensor, frame: Frame) -
 def newton_step(
     problem: Problem, mean: Tensor, eta: Tensor, frame: Frame, moving: Tensor
 ) -> Tensor:
-    """One full Newton step, differentiable; rows that are not `moving` stay."""
+    """One full Newton step, differentiable; only `moving` rows change."""
     move = moving[..., None]
     here = torch.where(move, eta, 0.0)
     eye = torch.eye(eta.shape[-1], dtype=eta.dtype, device=eta.device)
@@ -80,7 +80,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of the Hessian, and the smallest squared pivots; 0 where it has none."""
+    """Cholesky factors of the Hessian and their smallest squared pivots; 0 where there is none."""
 
     def factored(hessian: Callable[[Tensor], Tensor], eta: Tensor) -> tuple[Tensor, Tensor]:
         curvature = _curvature(hessian, eta, frame)
@@ -104,7 +104,7 @@ def _factor(problem: Problem, eta: Tensor, frame: Frame) -> tuple[Tensor, Tensor
 
 
 def _thin(problem: Problem, pivot: Tensor) -> Tensor:
-    """Where no curvature is left. Only finite support says how much there should be."""
+    """Where the curvature is exhausted; only finite support sets the scale to judge by."""
     return pivot < _VANISHED if problem.floor is not None else pivot <= 0
 
 
@@ -116,12 +116,12 @@ def _beyond(problem: Problem, eta: Tensor, mean: Tensor, floor: Tensor) -> Tenso
 
 
 def _any(mask: Tensor) -> Tensor:
-    """The rows that are marked in some member of the batch."""
+    """The rows marked in any batch element."""
     return mask.flatten(0, -2).any(0).nonzero()[:, 0] if mask.ndim > 1 else mask.nonzero()[:, 0]
 
 
 class _Point(NamedTuple):
-    """Where each row is: eta, G - <eta, mean>, and the gradient of G."""
+    """The current point of each row: eta, G - <eta, mean>, and the gradient of G."""
 
     eta: Tensor
     gap: Tensor
@@ -135,7 +135,7 @@ class _Point(NamedTuple):
         self.gap[..., rows] = other.gap
 
     def where(self, mask: Tensor, other: _Point) -> _Point:
-        """The other point where the mask is true."""
+        """`other` where the mask is true."""
         return _Point(
             torch.where(mask[..., None], other.eta, self.eta),
             torch.where(mask, other.gap, self.gap),
@@ -157,7 +157,7 @@ def _start(problem: Problem, mean: Tensor) -> _Point:
 def minimize(
     problem: Problem, mean: Tensor, frame: Frame, code: Tensor, aim: float
 ) -> tuple[Tensor, Tensor]:
-    """(eta, code) for all rows down to a gap of `aim`, given the codes known before."""
+    """(eta, code) for all rows, solved to a gap of `aim`, given the codes already known."""
     descent = _Descent(problem, mean, frame, code, aim)
     for _ in range(_STEPS):
         descent.refresh_factors()
@@ -169,7 +169,7 @@ def minimize(
 
 
 class _Step(NamedTuple):
-    """A Newton step of some rows: from where, by which factor, how far, and what it promises."""
+    """A Newton step of some rows: start, factor, displacement and predicted decrease."""
 
     now: _Point
     target: Tensor
@@ -182,7 +182,7 @@ class _Step(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What to do with some rows before they move: their codes, which continue, which return."""
+    """Verdict on some rows before they move: their codes, which continue, which are reset."""
 
     code: Tensor
     going: Tensor
@@ -212,7 +212,7 @@ class _Descent:
             self.stale[:] = False
 
     def refresh_factors(self) -> None:
-        """New factors of the Hessian where the old ones no longer shrink the gap fast."""
+        """Refactor the Hessian where the old factor no longer shrinks the gap fast enough."""
         rows = _any(self.active & self.stale)
         if len(rows):
             fresh = _factor(self.problem, _take(self.point.eta, rows), self.frame)
@@ -246,7 +246,7 @@ class _Descent:
         )
 
     def _verdict(self, rows: Tensor, step: _Step) -> _Verdict:
-        """Which rows have ended, and how; which have lost their way."""
+        """Which rows have finished, and how; which must be reset."""
         last, thin = self.last[..., rows], step.thin
         foretold = step.decrement * (step.decrement / last).clamp_max(1.0).nan_to_num(1.0)
         rounding = (step.decrement < 1e-12) & (step.decrement > last / 2)
@@ -259,7 +259,7 @@ class _Descent:
             strain = step.slope.square().sum(-1) / step.pivot.clamp_min(1e-300)
             boundary = thin & (strain < 1e-3)
             ends = [(outside, Code.OUTSIDE), (boundary, Code.BOUNDARY), *ends]
-            # Weights so peaked that they no longer feel the slope: the last step went too far.
+            # The weights are so peaked that the curvature vanishes: the last step overshot.
             lost = going & thin & ~outside & ~boundary & self.returnable[..., rows]
         for reached, kind in ends:
             code = torch.where(going & reached, int(kind), code)
@@ -267,7 +267,7 @@ class _Descent:
         return _Verdict(code, going & ~lost, lost)
 
     def _outside(self, step: _Step, floor: Tensor, going: Tensor) -> Tensor:
-        """Where the mean is proved to lie outside the hull of finite support."""
+        """Where the mean provably lies outside the hull of a finite support."""
         outside = step.now.gap < floor - 1e-9 * (1 + floor.abs())
         if bool((step.thin & going).any()):
             beyond = _beyond(self.problem, step.now.eta, step.target, floor)
@@ -275,8 +275,8 @@ class _Descent:
         return outside
 
     def _limited(self, rows: Tensor, step: _Step, lost: Tensor) -> _Step:
-        """The step no longer than its row's stride: halved after a step too far, doubled after a
-        good one."""
+        """Limit the step to its row's stride, which halves after an overshoot and doubles after a
+        good step."""
         if self.problem.reach is None:
             return step
         length = (step.direction.abs() * self.problem.reach).sum(-1)
@@ -293,7 +293,7 @@ class _Descent:
     def _record(
         self, rows: Tensor, step: _Step, verdict: _Verdict, new: _Point, moved: Tensor
     ) -> None:
-        """Where the rows are now, which of them continue, and whose factor has become stale."""
+        """Record the rows' new points, which of them continue, and whose factor is stale."""
         code, going, lost = verdict
         ended = self.active[..., rows] & (code == Code.CONVERGED)  # one more step costs nothing
         new = new._replace(eta=new.eta + step.direction * ended[..., None])
@@ -320,7 +320,7 @@ def _search(
     decrement: Tensor,
     going: Tensor,
 ) -> tuple[_Point, Tensor]:
-    """Halve each row's step until the function has fallen enough (Armijo)."""
+    """Halve each row's step until the function decreases enough (Armijo)."""
     new = _Point(*(x.clone() for x in now))
     moved = torch.zeros_like(going)
     rows = _any(going)
@@ -344,7 +344,7 @@ def _search(
 
 
 class _Solve(Function):
-    """`minimize` for a measure given as tensors: without derivatives, but open to vmap."""
+    """`minimize` for a measure given as tensors: no derivatives, but vmap works."""
 
     @staticmethod
     def forward(measure: Any, names: tuple[str, ...], aim: float, *tensors: Tensor) -> Any:
@@ -387,7 +387,7 @@ class _Solve(Function):
 
 
 def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: float) -> Solution:
-    """The link of every mean whose code is good, as constants without derivatives."""
+    """The link of every mean whose code is good, as constants."""
     rank = max(len(measure.batch_shape), mean.ndim - 2)
 
     def aligned(x: Tensor, own: int) -> Tensor:
@@ -403,7 +403,7 @@ def solve(measure: Any, mean: Tensor, code: Tensor, frame: Frame, resolution: fl
 
 
 def wide(measure: Any, mean: Tensor) -> tuple[Any, Tensor, float]:
-    """Measure and means in double precision, and the rounding of what was given."""
+    """Measure and means in double precision, and the rounding error of the input."""
     resolution = torch.finfo(mean.dtype).eps
     kind = mean.dtype if mean.device.type == "mps" else torch.float64
     return measure._to(kind), mean.to(kind), resolution
@@ -414,9 +414,9 @@ def link_by_newton(
 ) -> Solution:
     """The link of every mean whose code is good, with derivatives.
 
-    The search itself is off the tape. Where derivatives are wanted, two more steps are on it: a
-    Newton step squares the error, also that of a formal power series in whatever moves, so from
-    the solution one step makes the first derivative exact and two make it the third.
+    The search itself is not recorded. If derivatives are needed, two more Newton steps are: a step
+    squares the error, including that of a formal power series in the inputs, so from the solution
+    one step makes the first derivative exact, and two make derivatives exact through the third.
     """
     found = solve(measure, mean, code, frame, resolution)
     if not on_tape(mean, *(x for x, _ in measure._leaves().values())):

@@ -21,7 +21,7 @@ __all__ = ["Exponential", "FixedShapeGamma", "Gamma"]
 class FixedShapeGamma(ExponentialFamily):
     """Gamma with fixed shape a, tilted in x alone: G(eta) = -a log(1 - eta / rate) (T6).
 
-    theta = -rate, and eta < rate. `Gamma` moves the shape as well.
+    theta = -rate, and eta < rate. `Gamma` also tilts the shape.
 
     Args:
         concentration: the shape a > 0, ``(*batch,)``.
@@ -47,7 +47,7 @@ class FixedShapeGamma(ExponentialFamily):
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
         if set(fixed) != {"concentration"}:
-            raise InputError(f"{cls.__name__} needs concentration=, its fixed shape, and no more.")
+            raise InputError(f"{cls.__name__} takes only concentration=, its fixed shape.")
         got, _ = numbers(cls.__name__, **fixed)
         new = cls.__new__(cls)
         new._shape = row_of(positive(cls.__name__, "concentration", got["concentration"]))
@@ -108,7 +108,7 @@ class Exponential(FixedShapeGamma):
     @classmethod
     def _empty(cls, d: int, **fixed: Any) -> Self:
         if fixed:
-            raise InputError(f"Exponential has no parameter {', '.join(fixed)} that is fixed.")
+            raise InputError(f"Exponential has no fixed parameter {', '.join(fixed)}.")
         return super()._empty(d, concentration=1.0)
 
     def _log_base(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Gamma(ExponentialFamily):
     """Gamma with statistics u(x) = (x, log x), theta = (-rate, shape), base 1/x (T26).
 
     A = log Gamma(shape) - shape log rate. The conjugate prior of Poisson and exponential rates. To
-    tilt in x alone, with d = 1, take `FixedShapeGamma`.
+    tilt in x alone, with d = 1, use `FixedShapeGamma`.
 
     Args:
         concentration: the shape, > 0, ``(*batch,)``.
@@ -183,7 +183,7 @@ class Gamma(ExponentialFamily):
 
     def _inverse(self, mean: Tensor) -> Solution:
         # One equation, log a - digamma(a) = gap, by Minka's approximation and his Newton steps in
-        # 1/a. From the solution two steps, which carry derivatives, are exact to third order.
+        # 1/a. Two recorded steps from the solution give derivatives exact through third order.
         gap = mean[..., 0].log() - mean[..., 1]
         known = gap.detach()
         a = (3 - known + ((known - 3) ** 2 + 24 * known).sqrt()) / (12 * known)
@@ -213,7 +213,7 @@ def _shape_step(a: Tensor, gap: Tensor) -> Tensor:
     b = torch.where(large, 1.0, a)
     slope = 1 / b - torch.polygamma(1, b)
     c = torch.where(large, a, 1e3)
-    # The asymptotic series, where the difference of large numbers would lose its digits.
+    # The asymptotic series, where the difference of large numbers would cancel.
     far = 1 / (2 * c) + 1 / (12 * c**2) - 1 / (120 * c**4)
     far_slope = -1 / (2 * c**2) - 1 / (6 * c**3) + 1 / (30 * c**5)
     value = torch.where(large, far, b.log() - torch.digamma(b))

@@ -22,11 +22,11 @@ class VonMisesFisher(ExponentialFamily):
 
     G(eta) = F(||theta + eta||) - F(||theta||), F the log of the sphere's Laplace transform; the
     mean is A_d(||theta + eta||) along theta + eta, A_d a ratio of Bessel functions. Computed in
-    double precision, stable for every concentration from 0 up. d = 1 is the two points -1 and 1.
+    double precision, stable for every concentration >= 0. d = 1 is the two points -1 and 1.
 
     Args:
-        mean_direction: ``(*batch, d)``, not zero; scaled to length one for you.
-        concentration: kappa >= 0, ``(*batch,)``; 0 is the uniform law.
+        mean_direction: ``(*batch, d)``, nonzero; normalized automatically.
+        concentration: kappa >= 0, ``(*batch,)``; 0 is the uniform distribution.
 
     >>> import torch, cumulant as cm
     >>> h = cm.VonMisesFisher(torch.tensor([0.0, 0.0, 1.0]), 0.0)
@@ -46,8 +46,8 @@ class VonMisesFisher(ExponentialFamily):
         require(
             (kappa >= 0) & kappa.isfinite(),
             lambda: (
-                f"{owner}: concentration must be >= 0 and finite, but goes down to "
-                f"{float(kappa.min()):.6g}; to turn the other way, negate mean_direction."
+                f"{owner}: concentration must be >= 0 and finite; the smallest is "
+                f"{float(kappa.min()):.6g}. For the opposite direction, negate mean_direction."
             ),
         )
         largest = direction.detach().abs().amax(-1, keepdim=True)
@@ -62,16 +62,16 @@ class VonMisesFisher(ExponentialFamily):
         self._theta = (direction / length * kappa[..., None])[..., None, :]
 
     def _check_size(self) -> None:
-        """Any dimension will do."""
+        """Any dimension is valid."""
 
     @property
     def concentration(self) -> Tensor:
-        """kappa, the length of theta."""
+        """kappa, the norm of theta."""
         return self._shown(linalg.vector_norm(self._theta, dim=-1), 0)
 
     @property
     def mean_direction(self) -> Tensor:
-        """theta over its length; the first axis where that is zero."""
+        """theta normalized; the first axis where theta is zero."""
         kappa = linalg.vector_norm(self._theta, dim=-1, keepdim=True)
         first = torch.zeros_like(self._theta)
         first[..., 0] = 1.0
@@ -100,7 +100,7 @@ class VonMisesFisher(ExponentialFamily):
         return mean * (mean.shape[-1] - square) / (1 - square).clamp_min(1e-300)
 
     def _log_base(self, x: Tensor) -> Tensor:
-        """Minus the log of the sphere's area: densities are per area."""
+        """Minus the log of the sphere's area: densities are with respect to area."""
         half = x.shape[-1] / 2
         area = math.log(2) + half * math.log(math.pi) - math.lgamma(half)
         slack = 1e2 * torch.finfo(torch.float32).eps
@@ -111,7 +111,7 @@ class VonMisesFisher(ExponentialFamily):
         raise InputError("VonMisesFisher: torch has no distribution of this kind.")
 
     def _sample(self, eta: Tensor, n: int) -> Tensor:
-        """The component along theta by rejection (Wood 1994), then a direction across it."""
+        """The component along theta by rejection (Wood 1994), then an orthogonal direction."""
         theta = (self._theta + eta).double()
         d = theta.shape[-1]
         kappa = linalg.vector_norm(theta, dim=-1).expand(n, *theta.shape[:-1])

@@ -1,4 +1,4 @@
-"""`Equilibrium`: a layer repeated until nothing changes (docs/theory.md, T16)."""
+"""`Equilibrium`: a layer iterated to its fixed point (docs/theory.md, T16)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Equilibrium"]
 class Equilibrium(nn.Module):
     """The fixed point of a layer as a layer: a deep equilibrium model (Bai et al., 2019).
 
-    z = layer(z, x) for a layer of two inputs, z = layer(z + x) for a layer of one. Gradients come
-    from the implicit function theorem, exact at second order too, and memory does not grow with the
-    number of iterations. Dropout inside the layer would make it another map in every round: an
-    equilibrium needs a map that stays the same.
+    Solves z = layer(z, x) for a two-input layer, z = layer(z + x) for a one-input layer. Gradients
+    come from the implicit function theorem and are exact at second order too; memory does not grow
+    with the number of iterations. The layer must be deterministic: dropout inside it would change
+    the map at every iteration.
 
     Args:
-        layer: any module or function that keeps the shape of z.
+        layer: any module or function that preserves the shape of z.
         solver, tol, max_steps, damping: see `cumulant.dynamics.fixed_point`.
-        batch_dims: leading dimensions that are separate problems.
-        throw: raise if it does not converge; otherwise read ``solution.status``.
+        batch_dims: number of leading dimensions that index independent problems.
+        throw: raise if the solver does not converge; otherwise check ``solution.status``.
 
     ``solution`` is the `FixedPoint` of the last call: residual, steps, status.
 
@@ -74,7 +74,7 @@ class Equilibrium(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self._how.items())
 
     def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
-        """The equilibrium for this input, sought from `start`, or from zero."""
+        """Solve for the equilibrium at `x`, starting from `start` (default zero)."""
 
         def once(z: Tensor) -> Tensor:
             return self.layer(z, x) if self._two else self.layer(z + x)
@@ -88,7 +88,7 @@ class Equilibrium(nn.Module):
 
 
 def _inputs(layer: Any) -> int:
-    """How many inputs must be given by position."""
+    """Number of required positional inputs."""
     function = layer.forward if isinstance(layer, nn.Module) else layer
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""`Hopfield`: association of two sets as a layer (docs/theory.md, T19, after Ramsauer et al.)."""
+"""`Hopfield`: a modern Hopfield network as a layer (docs/theory.md, T19; Ramsauer et al.)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Association", "Hopfield"]
 
 @dataclass(frozen=True)
 class _Space:
-    """States and stored patterns of every head, ``(batch, heads, length, features)``."""
+    """States and stored patterns per head, ``(batch, heads, length, features)``."""
 
     state: Tensor
     stored: Tensor
@@ -42,16 +42,16 @@ class _Space:
 
 
 class Association(Lazy):
-    """What a Hopfield layer did; ``state`` and ``energy`` cost another pass when asked for.
+    """Result of a Hopfield layer; ``state`` and ``energy`` are computed on first access.
 
     ============= =================================== ==========================================
-    field         shape                               what it is
+    field         shape                               meaning
     ============= =================================== ==========================================
-    ``output``    ``(batch, L, output_size)``         what the layer returns
-    ``steps``     ``(batch, heads, L)``               how many associations it took
-    ``converged`` ``(batch, heads, L)``               whether the state came to rest within `tol`
-    ``state``     ``(batch, heads, L, head_size)``    where the last association takes the states
-    ``energy``    ``(batch, heads, L)``               their energy there
+    ``output``    ``(batch, L, output_size)``         output of the layer
+    ``steps``     ``(batch, heads, L)``               number of associations
+    ``converged`` ``(batch, heads, L)``               whether the last move was within `tol`
+    ``state``     ``(batch, heads, L, head_size)``    states after the last association
+    ``energy``    ``(batch, heads, L)``               energy of those states
     ============= =================================== ==========================================
     """
 
@@ -68,14 +68,14 @@ class Association(Lazy):
 
     @kept
     def state(self) -> Tensor:
-        """Where the last association takes the states, ``(batch, heads, L, head size)``."""
+        """States after the last association, ``(batch, heads, L, head size)``."""
         self._inputs.check("state", "states, patterns or beta were")
         return self._space.read(self._found.state, self._space.stored)
 
     @kept
     def energy(self) -> Tensor:
-        """The energy of `state` among the patterns it sees, ``(batch, heads, L)``, never negative;
-        0 where it sees none."""
+        """Energy of `state` over its visible patterns, ``(batch, heads, L)``; never negative, and
+        0 where every pattern is masked."""
         s, state = self._space, self.state
         with torch.autocast(state.device.type, enabled=False):
             a = attend(state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
@@ -87,7 +87,7 @@ class Association(Lazy):
             return energy(state, G, log_count, s.beta[..., 0], largest, update=update)
 
     def _largest_norm(self) -> Tensor:
-        """M over the patterns that a state sees, ``(batch, heads, L or 1)``."""
+        """M, the largest norm of the visible patterns, ``(batch, heads, L or 1)``."""
         s = self._space
         norms = linalg.vector_norm(s.stored, dim=-1)
         if norms.shape[-1] == 0:
@@ -107,37 +107,37 @@ class Association(Lazy):
 class Hopfield(nn.Module):
     """Association of states with stored patterns: a modern Hopfield network as a layer (T19).
 
-    State patterns (queries) move to softmax(beta state stored') stored, `steps` times; the last of
-    the associations reads values instead of stored patterns. One step without the norms is
-    multi-head attention. It runs on the streaming kernels: linear memory, every derivative.
+    State patterns (queries) move to softmax(beta state stored') stored, `steps` times; the last
+    association reads the values instead of the stored patterns. One step without the norms is
+    multi-head attention. Runs on the streaming kernels: linear memory, derivatives of every order.
 
     Args:
-        state_size: features of the states.
-        stored_size, value_size: of the stored patterns and of what is read, `state_size` and
-            `stored_size` if left out.
-        heads: how many Hopfield spaces.
-        head_size: features of each; state_size / heads if left out, or the input's own where it is
-            not projected.
-        read_size: features that each head reads; `head_size` if left out.
-        output_size: `state_size` if left out.
-        beta: inverse temperature >= 0, a number or one for each head; default 1/sqrt(head_size). A
-            head with 0 reads the mean of what it sees.
-        learn_beta: make it a parameter, ``log_beta``, kept positive by its logarithm; otherwise it
-            is the buffer ``fixed_beta``.
-        steps: associations in all, exactly so many; with `tol` the most there may be.
-        tol: a state at rest, having moved by at most this in Euclidean norm, stays. The slowest
-            state decides how long a batch takes, up to 1000 steps: set `steps` too.
+        state_size: number of state features.
+        stored_size, value_size: features of the stored patterns (default `state_size`) and of the
+            values (default `stored_size`).
+        heads: number of heads, each its own Hopfield space.
+        head_size: features per head; default state_size / heads, or the input's own size where it
+            is not projected.
+        read_size: features each head reads; default `head_size`.
+        output_size: features of the output; default `state_size`.
+        beta: inverse temperature >= 0, a number or one per head; default 1/sqrt(head_size). A head
+            with beta 0 reads the mean of its visible values.
+        learn_beta: learn it as the parameter ``log_beta``; the logarithm keeps beta positive.
+            Otherwise beta is the buffer ``fixed_beta``.
+        steps: exact number of associations; with `tol`, the maximum.
+        tol: freeze a state once it moves by at most this (Euclidean norm). A batch runs as long as
+            its slowest state, up to 1000 steps: set `steps` too.
         norm_state, norm_stored, norm_value: layer norms of the inputs.
-        norm_space: layer norm of projected states and stored patterns in each head.
-        project_state, project_stored, project_value, project_output: linear maps; without one, the
-            input is every head's as it is (`head_size` or `read_size` features), and the output is
-            the heads side by side.
-        value_through_stored: project values as stored patterns first.
+        norm_space: layer norm of the projected states and stored patterns, per head.
+        project_state, project_stored, project_value, project_output: linear maps. An unprojected
+            input (`head_size` or `read_size` features) is shared by every head; an unprojected
+            output concatenates the heads.
+        value_through_stored: apply the stored-pattern projection to the values first.
         bias: biases in the linear maps.
-        bias_pattern: store one more pattern and value that are learned.
-        zero_pattern: store one more pattern that is zero, with value zero: a state may associate
-            with nothing.
-        dropout: of the weights that read the values.
+        bias_pattern: add a learned pattern with a learned value.
+        zero_pattern: add a zero pattern with value zero, so that a state can associate with
+            nothing.
+        dropout: on the weights that read the values.
 
     >>> import torch, cumulant as cm
     >>> layer = cm.nn.Hopfield(32, heads=4, steps=3)
@@ -222,8 +222,8 @@ class Hopfield(nn.Module):
         start = _per_head(me, beta, self.heads)
         if learn and not bool((start > 0).all()):
             raise InputError(
-                f"{me}: a learned beta must start above 0, because its logarithm is what is "
-                "learned: start with a small one, or leave learn_beta out."
+                f"{me}: a learned beta must start above 0, because the parameter is its "
+                "logarithm. Start from a small beta, or set learn_beta=False."
             )
         self.fixed_beta: Tensor | None
         self.log_beta: nn.Parameter | None
@@ -258,7 +258,7 @@ class Hopfield(nn.Module):
 
     @property
     def beta(self) -> Tensor:
-        """The inverse temperature of each head, ``(heads,)``."""
+        """Inverse temperature per head, ``(heads,)``."""
         if self.log_beta is not None:
             return wide(self.log_beta).exp()
         if self.fixed_beta is None:
@@ -277,10 +277,10 @@ class Hopfield(nn.Module):
 
         Args:
             state: the states.
-            stored: the stored patterns; the states themselves if left out.
-            value: ``(batch, S, value_size)``, what is read; `stored` if left out.
-            mask: True where a state may associate, or added to the scores; broadcasts to
-                ``(batch, heads, L, S)``, so padding ``(batch, S)`` goes in as
+            stored: the stored patterns; default `state`.
+            value: the values to read, ``(batch, S, value_size)``; default `stored`.
+            mask: boolean (True = may associate) or added to the scores; broadcasts to
+                ``(batch, heads, L, S)``. Pass padding ``(batch, S)`` as
                 ``~padded[:, None, None, :]``.
 
         Returns:
@@ -296,9 +296,9 @@ class Hopfield(nn.Module):
         *,
         mask: Tensor | None = None,
     ) -> Association:
-        """`forward`, with the states of every head, their energy and the number of steps."""
+        """Like `forward`, but also returns the states per head, their energy and step counts."""
         space = self._space(state, stored, value, mask)
-        # The last association reads the values, so one fewer moves the states.
+        # The last association reads the values, so the states move one time fewer.
         found = settle(
             lambda x: space.read(x, space.stored),
             space.state,
@@ -347,12 +347,12 @@ class Hopfield(nn.Module):
                 came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(
                     f"{me}: {name} must have shape (batch, length, {size}), not {came}. "
-                    "One example goes in as x[None]."
+                    "Pass a single example as x[None]."
                 )
         if stored.shape[:-1] != value.shape[:-1] or state.shape[0] != stored.shape[0]:
             raise InputError(
-                f"{me}: stored and value must have one batch and length, and state the same "
-                f"batch, but have {tuple(stored.shape)}, {tuple(value.shape)} and "
+                f"{me}: stored and value must have the same batch and length, and state the same "
+                f"batch; got {tuple(stored.shape)}, {tuple(value.shape)} and "
                 f"{tuple(state.shape)}."
             )
 
@@ -382,15 +382,15 @@ class Hopfield(nn.Module):
             came = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
             raise InputError(
                 f"{type(self).__name__}: mask must be boolean (True = may associate) or floating "
-                f"point (added) and broadcast to (batch, heads, L, S) = {shape}, but is "
-                f"{came[:60]}. Padding (batch, S) goes in as ~padded[:, None, None, :]."
+                f"point (added) and broadcast to (batch, heads, L, S) = {shape}; got "
+                f"{came[:60]}. Pass padding (batch, S) as ~padded[:, None, None, :]."
             )
         return mask
 
     def _heads(
         self, x: Tensor, norm: nn.LayerNorm | None, project: nn.Linear | None, size: int
     ) -> Tensor:
-        """``(batch, heads, length, size)``; an input that is not projected serves every head."""
+        """``(batch, heads, length, size)``; an unprojected input is shared by every head."""
         x = x if norm is None else norm(x)
         if project is None:
             return x[:, None].expand(-1, self.heads, -1, -1)
@@ -406,7 +406,7 @@ def _size(me: str, name: str, given: Any, default: int) -> int:
 
 
 def _check_unprojected(me: str, layer: Hopfield) -> None:
-    """Sizes that follow from the input where a projection is left out."""
+    """Set the sizes that the input fixes where there is no projection."""
     if layer.project_value is None and layer.read_size != layer.value_size:
         raise InputError(
             f"{me}: without a projection of the values, read_size is value_size, "
@@ -424,7 +424,7 @@ def _check_unprojected(me: str, layer: Hopfield) -> None:
         raise InputError(f"{me}: value_through_stored needs project_stored and project_value.")
     if layer.value_size != layer.stored_size:
         raise InputError(
-            f"{me}: value_through_stored needs values like stored patterns, but value_size is "
+            f"{me}: value_through_stored needs value_size == stored_size, but value_size is "
             f"{layer.value_size} and stored_size {layer.stored_size}."
         )
 
@@ -437,7 +437,7 @@ def _head_size(me: str, layer: Hopfield, given: Any, state: bool, stored: bool) 
     }
     if len(fixed) > 1:
         raise InputError(
-            f"{me}: without projections, states and stored patterns must have one size, but have "
+            f"{me}: without projections, state_size and stored_size must be equal; got "
             f"{layer.state_size} and {layer.stored_size}."
         )
     if given is not None:
@@ -469,5 +469,5 @@ def _per_head(me: str, beta: Any, heads: int) -> Tensor:
             f"{tuple(x.shape)}."
         )
     if not bool(((x >= 0) & x.isfinite()).all()):
-        raise InputError(f"{me}: beta must be finite and at least 0, but is {beta}.")
+        raise InputError(f"{me}: beta must be finite and at least 0; got {beta}.")
     return x.expand(heads).clone()

@@ -15,13 +15,13 @@ __all__ = ["HopfieldLookup", "HopfieldPooling"]
 
 
 class HopfieldPooling(Hopfield):
-    """Pooling by learned states: a set of any length becomes `quantity` vectors.
+    """Pooling by learned states: reduces a set of any length to `quantity` vectors.
 
     Args:
-        input_size: features of the set's members.
-        quantity: how many states.
-        learn_states: False leaves them as they were drawn.
-        options: of `Hopfield`.
+        input_size: features of each set member.
+        quantity: number of states.
+        learn_states: False keeps the random initial states.
+        options: passed to `Hopfield`.
 
     >>> import torch, cumulant as cm
     >>> cm.nn.HopfieldPooling(32, quantity=2, heads=4)(torch.randn(8, 100, 32)).shape
@@ -46,10 +46,10 @@ class HopfieldPooling(Hopfield):
         *,
         mask: Tensor | None = None,
     ) -> Association:
-        """Pool ``(batch, S, input_size)``, given first; `value` may differ from it."""
+        """Pool the set ``(batch, S, input_size)``, the first argument; `value` may differ."""
         if stored is not None:
             raise InputError(
-                "HopfieldPooling takes the set, and values by name: layer(x, value=v)."
+                "HopfieldPooling takes one set; pass values by name: layer(x, value=v)."
             )
         count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
         states = self.states.expand(count, -1, -1)
@@ -57,15 +57,16 @@ class HopfieldPooling(Hopfield):
 
 
 class HopfieldLookup(Hopfield):
-    """Lookup in learned patterns: the layer's own memory, the same for every input.
+    """Lookup in learned patterns: a memory that belongs to the layer, shared by all inputs.
 
     Args:
-        input_size: features of the states that come in.
-        quantity: how many patterns are stored.
-        learn_patterns: False leaves them as they were drawn.
-        separate_values: values of their own; otherwise the patterns are read (projected apart).
-        learn_values: False leaves those as they were drawn.
-        options: of `Hopfield`.
+        input_size: features of the incoming states.
+        quantity: number of stored patterns.
+        learn_patterns: False keeps the random initial patterns.
+        separate_values: store separate values; otherwise the patterns are read, through their own
+            projection.
+        learn_values: False keeps the random initial values.
+        options: passed to `Hopfield`.
 
     >>> import torch, cumulant as cm
     >>> cm.nn.HopfieldLookup(32, quantity=100, heads=4)(torch.randn(8, 5, 32)).shape
@@ -109,7 +110,7 @@ class HopfieldLookup(Hopfield):
     ) -> Association:
         """Look up ``(batch, L, input_size)``."""
         if stored is not None or value is not None:
-            raise InputError("HopfieldLookup has its own patterns and values; pass states alone.")
+            raise InputError("HopfieldLookup has its own patterns and values; pass only states.")
         count = len(state) if isinstance(state, Tensor) and state.ndim == 3 else 1  # pyright: ignore[reportUnnecessaryIsInstance]
         patterns = self.patterns.expand(count, -1, -1)
         values = None if self.values is None else self.values.expand(count, -1, -1)

@@ -1,7 +1,7 @@
-"""Covariances of what several attention heads read, in three forms (docs/theory.md, T28).
+"""Covariance of the multi-head attention output, in three forms (docs/theory.md, T28).
 
-Shapes: b batch, H heads, M queries, N keys, d features of a head, E = H d. Everything comes from
-the streaming kernel; nothing of size M x N is made.
+Shapes: b batch, H heads, M queries, N keys, d features per head, E = H d. Everything runs on the
+streaming kernel; no M x N array is formed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BUDGET = 2**22  # entries of the covariances that are dense at one time, in the
 
 @dataclass(frozen=True)
 class Heads(Lazy):
-    """Queries, keys and means of the values ``(*b, H, length, d)``, and which pairs may meet.
+    """Queries, keys and value means ``(*b, H, length, d)``, and the mask.
 
-    The mask is None or has at least three dimensions, heads among them; `start` is the place of
+    The mask is None or has at least three dimensions, including heads; `start` is the position of
     the first query in the sequence.
     """
 
@@ -49,7 +49,7 @@ class Heads(Lazy):
         return 1 / math.sqrt(self.query.shape[-1])
 
     def to(self, dtype: torch.dtype) -> Heads:
-        """In another precision; a mask that is added comes along."""
+        """Convert to `dtype`, additive mask included."""
         mask = self.mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
@@ -57,7 +57,7 @@ class Heads(Lazy):
         return replace(self, query=q, key=k, value=v, mask=mask)
 
     def at(self, first: int, last: int) -> Heads:
-        """Some of the queries, all of the keys."""
+        """A slice of the queries with all of the keys."""
         mask = self.mask
         if mask is not None and mask.shape[-2] != 1:
             mask = mask[..., first:last, :]
@@ -78,9 +78,9 @@ class Heads(Lazy):
     def read_together(self, first: slice, second: slice, values: Tensor) -> Tensor:
         """sum_i p^h(i) p^g(i) values_i, ``(*b, heads, M, any)``, for pairs of heads h and g.
 
-        The product of two softmax weights is one again, of the summed scores: p^h p^g =
+        The product of two softmaxes is a scaled softmax of the summed scores: p^h p^g =
         softmax(s^h + s^g) exp(G_(h+g) - G_h - G_g). So this is attention with the queries and keys
-        of both heads side by side, times a number for each query.
+        of both heads concatenated, times one factor per query.
         """
         query, key = (
             torch.cat(functions.broadcast_tensors(x[..., first, :, :], x[..., second, :, :]), -1)
@@ -91,18 +91,18 @@ class Heads(Lazy):
             mask = mask & beside if mask.dtype == torch.bool else mask + beside
         a, G = self._attend(query, key, values, mask), self.log_normalizer
         exponent = a.log_normalizer - G[..., first, :] - G[..., second, :]
-        # Queries without a common key: G is -inf, and the sum is empty.
+        # No key visible to both heads: G is -inf, and the sum is empty.
         log_share = torch.where(a.log_normalizer > -math.inf, exponent, -math.inf)
         return log_share.exp()[..., None] * a.mean
 
     @kept
     def log_normalizer(self) -> Tensor:
-        """G of every head and query, ``(*b, H, M)``."""
+        """G per head and query, ``(*b, H, M)``."""
         return self.read(self.key[..., :0]).log_normalizer
 
     @kept
     def own_weight(self) -> Tensor:
-        """p^h(j|j), how much each token attends to itself, repeated over its head's features:
+        """p^h(j|j), each token's attention to itself, repeated over the features of its head:
         ``(*b, M, E)``."""
         m = self.query.shape[-2]
         key = self.key[..., self.start : self.start + m, :]
@@ -139,7 +139,7 @@ class Maps:
 
 
 def diagonal(heads: Heads, maps: Maps, variance: Tensor | None, *, residual: bool) -> Tensor:
-    """Variances ``(*b, M, E)`` of output, or token plus output, from those of the tokens."""
+    """Variances ``(*b, M, E)`` of the output, or of token plus output, from the tokens'."""
     carried = None
     if variance is not None:
         carried = variance @ maps.inward.square().mT
@@ -156,7 +156,7 @@ def diagonal(heads: Heads, maps: Maps, variance: Tensor | None, *, residual: boo
 
 
 def dense(heads: Heads, maps: Maps, covariance: Tensor | None, *, residual: bool) -> Tensor:
-    """Covariances ``(*b, M, E, E)`` of output, or token plus output, from those of the tokens."""
+    """Covariances ``(*b, M, E, E)`` of the output, or of token plus output, from the tokens'."""
     if covariance is None:
         return _behind_output(heads, maps, None, None)
     size = heads.query.shape[-1]
@@ -172,7 +172,7 @@ def dense(heads: Heads, maps: Maps, covariance: Tensor | None, *, residual: bool
 def low_rank(
     heads: Heads, maps: Maps, factor: Tensor | None, *, residual: bool, rank: int
 ) -> Tensor:
-    """Factors ``(*b, M, E, rank)`` of the covariances of output, or token plus output."""
+    """Factors ``(*b, M, E, rank)`` of the covariances of the output, or of token plus output."""
     size, rows = heads.query.shape[-1], None
     if factor is not None:
         carried = maps.inward @ factor
@@ -180,7 +180,7 @@ def low_rank(
         def products(h: int) -> Tensor:
             return carried[..., h * size : (h + 1) * size, :] @ carried[..., h * size :, :].mT
 
-        # A gradient would keep the products of every chunk: then make them once.
+        # Autograd would keep the products of every chunk, so compute them once.
         rows = cache(products) if torch.is_grad_enabled() else products
     parts: list[Tensor] = []
     for first, last in heads.chunks():
@@ -193,8 +193,8 @@ def low_rank(
 
 
 def _behind_output(heads: Heads, maps: Maps, rows: Rows | None, own: Tensor | None) -> Tensor:
-    """Covariances ``(*b, M, E, E)`` behind the output map; of token plus output, if the tokens'
-    `own` are given."""
+    """Covariances ``(*b, M, E, E)`` after the output map; of token plus output if the tokens' `own`
+    covariances are given."""
     joint = _joint(heads, rows, mixture=maps.mixture) + torch.diag_embed(maps.noise)
     out = maps.outward @ joint @ maps.outward.mT
     if own is not None:
@@ -204,13 +204,13 @@ def _behind_output(heads: Heads, maps: Maps, rows: Rows | None, own: Tensor | No
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    """The two halves averaged: exactly symmetric."""
+    """Average with the transpose: exactly symmetric."""
     return (x + x.mT) / 2
 
 
 def _mixed_variance(heads: Heads, carried: Tensor | None) -> Tensor:
     """sum_i p_i (carried_i + (m_i - m)^2), ``(*b, H, M, d)``."""
-    # E[v^2] - E[v]^2 cancels least relative to a typical value; the caller gives it double digits.
+    # E[v^2] - E[v]^2 cancels least relative to a typical value; the caller doubles the precision.
     value = heads.value - heads.value.detach().mean(-2, keepdim=True)
     square = value.square() if carried is None else value.square() + carried
     first, second = heads.read(torch.cat([value, square], -1)).mean.chunk(2, -1)
@@ -225,10 +225,10 @@ def _averaged_variance(heads: Heads, carried: Tensor | None) -> Tensor | None:
 
 
 def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
-    """Covariance of what all heads read side by side, ``(*b, M, E, E)``.
+    """Covariance of the concatenated head outputs, ``(*b, M, E, E)``.
 
     ``rows(h)`` gives the covariances carried by the values, ``(*b, N, d, (H - h) d)``: those of
-    head h with itself and with all later ones.
+    head h with itself and with every later head.
     """
     count, size = heads.count, heads.query.shape[-1]
     shape = (*heads.query.shape[:-3], heads.query.shape[-2], size, size)
@@ -255,7 +255,10 @@ def _joint(heads: Heads, rows: Rows | None, *, mixture: bool) -> Tensor:
 
 
 def _mixed(heads: Heads, h: int, carried: Tensor | None) -> Tensor:
-    """sum_i p_i (carried_i + (m_i - m)(m_i - m)') of one head, ``(*b, M, d, d)``; half is read."""
+    """sum_i p_i (carried_i + (m_i - m)(m_i - m)') of one head, ``(*b, M, d, d)``.
+
+    Attention reads the upper triangle only; the lower one mirrors it.
+    """
     size = heads.query.shape[-1]
     i, j = torch.triu_indices(size, size, device=heads.query.device)
     m = heads.value[..., h, :, :] - heads.value[..., h, :, :].detach().mean(-2, keepdim=True)
@@ -273,17 +276,18 @@ def _mixed(heads: Heads, h: int, carried: Tensor | None) -> Tensor:
 
 
 def _truncated(covariance: Tensor, rank: int) -> Tensor:
-    """The factor ``(..., E, rank)`` whose product with its transpose is nearest; largest first.
+    """The F ``(..., E, rank)`` with F F' closest to the covariance; largest direction first.
 
-    A tilt far below the precision of the answer parts eigenvalues that coincide at zero, where the
-    derivative of the eigenvectors would be 0/0; directions that carry nothing are exactly zero.
+    A perturbation far below the precision of the result separates eigenvalues that coincide at
+    zero, where the derivative of the eigenvectors would be 0/0. Directions without variance are
+    exactly zero.
     """
     size = covariance.shape[-1]
     finest = 500 * torch.finfo(covariance.dtype).eps
     scale = covariance.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None] + 1e-30
     steps = torch.arange(size, dtype=covariance.dtype, device=covariance.device) / size
     tilted = covariance + torch.diag_embed(finest * scale * steps)
-    # What is not finite is told by the layer, not by the eigenvalue routine.
+    # Let the layer report non-finite values, not the eigenvalue routine.
     values, vectors = linalg.eigh(tilted.nan_to_num(0.0, 0.0, 0.0))
     values = torch.where(covariance.sum((-2, -1)).isfinite()[..., None], values, torch.nan)
     values, vectors = values[..., -rank:].flip(-1), vectors[..., -rank:].flip(-1)

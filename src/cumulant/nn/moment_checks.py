@@ -1,4 +1,4 @@
-"""What `MomentAttention` takes: options, means, covariances and masks, checked once."""
+"""Input checks of `MomentAttention`: options, means, covariances and masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def one_of(name: str, given: Any, names: tuple[str, ...]) -> str:
-    """A name that is one of these."""
+    """Check that `given` is one of the allowed names."""
     if not isinstance(given, str) or given not in names:
         told = ", ".join(repr(x) for x in names)
         raise InputError(f"MomentAttention: {name} must be one of {told}, not {given!r:.40}.")
@@ -31,18 +31,18 @@ def one_of(name: str, given: Any, names: tuple[str, ...]) -> str:
 
 
 def checked_rank(rank: Any, form: str, size: int) -> int | None:
-    """The rank of the low-rank form, None in the others."""
+    """Check the rank of the low-rank form; None for the other forms."""
     if form != "low_rank":
         if rank is not None:
             raise InputError(
-                f"MomentAttention: rank belongs to covariance='low_rank', not to {form!r}; leave "
-                "it out or change the form."
+                f"MomentAttention: rank belongs to covariance='low_rank', not to {form!r}; drop "
+                "rank or change the form."
             )
         return None
     if rank is None:
         raise InputError(
-            f"MomentAttention: covariance='low_rank' needs rank, the columns of a factor, from 1 "
-            f"to embed_dim = {size}."
+            f"MomentAttention: covariance='low_rank' needs rank, the number of factor columns, "
+            f"between 1 and embed_dim = {size}."
         )
     if whole("MomentAttention", "rank", rank, 1) > size:
         raise InputError(
@@ -53,19 +53,19 @@ def checked_rank(rank: Any, form: str, size: int) -> int | None:
 
 
 def check_mean(mean: Any, weight: Tensor) -> None:
-    """Shape, precision and finite numbers."""
+    """Check shape, dtype and finiteness."""
     size = weight.shape[-1]
     if not isinstance(mean, Tensor) or mean.ndim < 2 or mean.shape[-1] != size:
         came = tuple(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
         raise InputError(
-            f"MomentAttention: mean must be a tensor (*batch, N, {size}), not {came}. One token "
-            "goes in as x[None]."
+            f"MomentAttention: mean must be a tensor (*batch, N, {size}), not {came}. Pass a "
+            "single token as x[None]."
         )
     free = torch.is_autocast_enabled(mean.device.type) and mean.is_floating_point()
     if mean.dtype != weight.dtype and not free:
         raise InputError(
-            f"MomentAttention: mean has dtype {mean.dtype} and the layer {weight.dtype}; convert "
-            "one with .to(dtype)."
+            f"MomentAttention: mean has dtype {mean.dtype}, but the layer has {weight.dtype}; "
+            "convert one with .to(dtype)."
         )
     _check_finite("mean", mean)
 
@@ -75,26 +75,26 @@ def _check_finite(name: str, x: Tensor) -> None:
         x.detach().isfinite(),
         lambda: (
             f"MomentAttention: {name} must be finite, but holds "
-            f"{'NaN' if bool(x.isnan().any()) else 'an infinity'}; replace what is missing by 0 "
-            "and leave those tokens out with key_padding_mask."
+            f"{'NaN' if bool(x.isnan().any()) else 'an infinity'}; replace missing values by 0 "
+            "and mask those tokens with key_padding_mask."
         ),
     )
 
 
 def check_result(found: tuple[Tensor, Tensor]) -> None:
-    """Numbers that leave their range are told, not returned."""
+    """Raise on overflow instead of returning non-finite numbers."""
     for x in found:
         require(
             x.detach().sum().isfinite() | x.detach().isfinite().all(),
             lambda: (
-                "MomentAttention: the result is not finite: numbers leave the range of their type, "
-                "or weights hold NaN. Take smaller inputs, or a wider type."
+                "MomentAttention: the result is not finite: a value overflowed, or the weights "
+                "hold NaN. Scale the inputs down, or use a wider dtype."
             ),
         )
 
 
 def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
-    """Shape, sign, symmetry and correlations; eigenvalues would cost more than all the rest."""
+    """Check shape, sign, symmetry and correlations; eigenvalues would cost more than the rest."""
     more = {"diagonal": (), "dense": (mean.shape[-1],), "low_rank": ("any",)}[form]
     shape = tuple(covariance.shape) if isinstance(covariance, Tensor) else ()
     fits = shape == (*mean.shape, *(shape[-1:] if form == "low_rank" else more))
@@ -105,7 +105,7 @@ def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
         told = ", ".join(str(x) for x in (*mean.shape, *more))
         raise InputError(
             f"MomentAttention: a covariance in the {form} form must be a floating-point tensor "
-            f"({told}) beside that mean on {mean.device}, but is {came}."
+            f"({told}) on {mean.device}, like the mean, but is {came}."
         )
     _check_finite("covariance", covariance)
     if form == "low_rank":
@@ -116,7 +116,7 @@ def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
         variance >= 0,
         lambda: (
             f"MomentAttention: variances must not be negative; the smallest is "
-            f"{float(variance.min()):.3g}. Log-variances go in as x.exp()."
+            f"{float(variance.min()):.3g}. Pass log-variances as x.exp()."
         ),
     )
     if form == "diagonal" or not given.numel():
@@ -137,13 +137,13 @@ def check_covariance(form: str, covariance: Any, mean: Tensor) -> None:
         given.abs() <= deviation[..., :, None] * deviation[..., None, :] + tolerance * size,
         lambda: (
             "MomentAttention: a covariance must be positive semi-definite, but one here has a "
-            "correlation beyond 1; A @ A.mT is always one."
+            "correlation beyond 1; A @ A.mT always qualifies."
         ),
     )
 
 
 def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tensor | None:
-    """One mask with at least three dimensions, True or finite where a token may be seen."""
+    """Combine the masks into one of at least three dimensions; True or finite = visible."""
     *batch, n, _ = mean.shape
     mask = None
     if attn_mask is not None:
@@ -157,8 +157,8 @@ def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tenso
                 came = f"{tuple(attn_mask.shape)} {attn_mask.dtype} on {attn_mask.device}"
             raise InputError(
                 f"MomentAttention: attn_mask must be boolean (True = may attend) or added, and "
-                f"broadcast to (*batch, heads, N, N) = {grid}, but is {came}; one for each example "
-                "goes in as mask[:, None], padding as key_padding_mask."
+                f"broadcast to (*batch, heads, N, N) = {grid}, but is {came}; pass one mask per "
+                "example as mask[:, None], padding as key_padding_mask."
             )
         mask = attn_mask[(None,) * (3 - attn_mask.ndim)]
         if mask.is_floating_point():
@@ -179,7 +179,7 @@ def joined_mask(attn_mask: Any, padding: Any, mean: Tensor, heads: int) -> Tenso
 
 
 def _lowered(mask: Tensor) -> Tensor:
-    """Take each query's largest entry off, so that masks of two heads can be added."""
+    """Subtract each query's largest entry, so that the masks of two heads can be added."""
     require(
         mask.detach() < math.inf,
         lambda: "MomentAttention: attn_mask must be finite or -inf, but holds NaN or +inf.",

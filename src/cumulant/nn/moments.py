@@ -1,4 +1,4 @@
-"""`MomentAttention`: attention that carries mean and covariance of every token.
+"""`MomentAttention`: attention that propagates the mean and covariance of every token.
 
 See docs/theory.md, T28.
 """
@@ -35,7 +35,7 @@ class TokenMoments(NamedTuple):
     """First two moments of every token.
 
     ============== ==================== ======================================================
-    field          shape                what it is
+    field          shape                meaning
     ============== ==================== ======================================================
     ``mean``       ``(*batch, N, E)``   the means
     ``covariance`` ``(*batch, N, E)``   variances, in the diagonal form
@@ -49,7 +49,7 @@ class TokenMoments(NamedTuple):
 
 
 class MomentAttention(nn.Module):
-    """Multi-head self-attention that carries the covariance of every token along with its mean.
+    """Multi-head self-attention that propagates each token's covariance along with its mean.
 
     Tokens are independent random vectors with means H_i and covariances S_i. The weights p(i|j)
     come from the means and are held fixed; the mean of the output is ordinary attention. With a
@@ -58,29 +58,30 @@ class MomentAttention(nn.Module):
         mixture    sum_i p_i (W S_i W' + (m_i - m)(m_i - m)') + Q        p_i = p(i|j)
         average    sum_i p_i^2 W S_i W' + Q
 
-    In the first reading each head picks one key by its weights, so disagreement between the keys
-    counts; in the second the output is the weighted sum that attention computes, and independent
-    errors average out. Heads h and g share the tokens: between them is sum_i p^h_i p^g_i W^h S_i
-    W^g'. All of it streams over the keys, without an N x N array, and has every derivative.
+    Under "mixture" each head samples one key by its weights, so disagreement between the keys
+    counts; under "average" the output is the weighted sum that attention computes, and independent
+    errors average out. Heads h and g share the tokens, so their cross-covariance is sum_i p^h_i
+    p^g_i W^h S_i W^g'. Everything streams over the keys without an N x N array, and derivatives of
+    every order are available.
 
     Args:
-        embed_dim: features E of a token.
-        num_heads: heads; divides `embed_dim`.
-        covariance: the form in which covariances come and go. "diagonal": variances only, an
-            approximation: coordinates count as independent after each linear map, var <- W^2 var,
-            and only each head's own variances are kept. "dense": exact. "low_rank": factors, the
-            exact result cut to its `rank` largest directions, a few queries at a time, so that
-            without gradients the N matrices never exist at once; a gradient keeps them, and needs
-            eigenvalues that differ.
-        rank: columns of the factors, from 1 to `embed_dim`; only with "low_rank".
+        embed_dim: features E per token.
+        num_heads: number of heads; must divide `embed_dim`.
+        covariance: the form of the covariances, in and out. "diagonal": variances only, an
+            approximation that treats coordinates as independent after each linear map, var <- W^2
+            var, and keeps only each head's own variances. "dense": exact. "low_rank": factors, the
+            exact result truncated to its `rank` largest directions, a few queries at a time, so
+            that without gradients the N matrices never exist at once; a gradient keeps them, and
+            needs distinct eigenvalues.
+        rank: columns of the factors, 1 to `embed_dim`; only with "low_rank".
         reading: "mixture" or "average".
-        noise: variance Q of every value's coordinate; 0 if left out.
-        learn_noise: make it a parameter for each coordinate, ``log_noise``, kept positive by its
-            logarithm; `noise` (0.01 if left out) is where it starts.
+        noise: variance Q of every value coordinate; default 0.
+        learn_noise: learn it per coordinate as the parameter ``log_noise``; the logarithm keeps it
+            positive. It starts at `noise` (default 0.01).
         bias: biases in the linear maps.
 
     Raises:
-        InputError: options that do not fit together.
+        InputError: incompatible options.
 
     >>> import torch, cumulant as cm
     >>> layer = cm.nn.MomentAttention(16, 4, covariance="dense")
@@ -109,7 +110,7 @@ class MomentAttention(nn.Module):
         if self.embed_dim % self.num_heads:
             raise InputError(
                 f"{me}: embed_dim must be a multiple of num_heads, but {embed_dim} is not one of "
-                f"{num_heads}; pad the features or take another number of heads."
+                f"{num_heads}; pad the features or change num_heads."
             )
         self.covariance = one_of("covariance", covariance, ("dense", "diagonal", "low_rank"))
         self.reading = one_of("reading", reading, ("mixture", "average"))
@@ -117,8 +118,8 @@ class MomentAttention(nn.Module):
         self.noise = real(me, "noise", 0.0 if noise is None else noise, least=0.0)
         if learn_noise and noise is not None and self.noise == 0.0:
             raise InputError(
-                f"{me}: a learned noise is kept by its logarithm and cannot start at 0; give a "
-                "small noise such as 0.001, or none to start at 0.01."
+                f"{me}: a learned noise is stored as its logarithm and cannot start at 0; pass a "
+                "small noise such as 0.001, or omit it to start at 0.01."
             )
         start = torch.full((self.embed_dim,), math.log(self.noise or _START))
         self.log_noise: nn.Parameter | None
@@ -148,7 +149,7 @@ class MomentAttention(nn.Module):
         noise: float | None = None,
         learn_noise: bool = False,
     ) -> MomentAttention:
-        """A layer with a copy of the weights of torch's; batches come first, dropout stays behind.
+        """Copy the weights of a torch layer; the result is batch-first and has no dropout.
 
         >>> import torch, cumulant as cm
         >>> plain = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -206,27 +207,28 @@ class MomentAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         residual: bool = False,
     ) -> TokenMoments:
-        """Moments of the attention output, or with `residual` of token plus output.
+        """Moments of the attention output, or of token plus output with `residual`.
 
         Args:
             mean: ``(*batch, N, E)``.
             covariance: ``(*batch, N, E)`` variances, ``(*batch, N, E, E)`` covariances or
-                ``(*batch, N, E, any)`` factors, as the layer's form is; zero if left out. Symmetry,
-                variances and correlations are checked, definiteness is not: that costs too much.
+                ``(*batch, N, E, any)`` factors, matching the layer's form; default zero. Symmetry,
+                variances and correlations are checked; definiteness is not, as it costs too much.
             attn_mask: boolean (True = may attend) or added to the scores; broadcasts to
                 ``(*batch, heads, N, N)``.
-            is_causal: token j sees tokens i <= j, beside any mask.
+            is_causal: token j sees only tokens i <= j, in addition to any mask.
             key_padding_mask: ``(*batch, N)``, True at padding, which no token sees. Together with
                 `attn_mask` it makes a mask ``(*batch, heads or 1, N, N)``.
-            residual: moments of x_j + output_j, with their covariance S_j W_v' p(j|j) W_o'. (In the
-                diagonal form, where the parts are approximate, a sum below 0 is 0.)
+            residual: return the moments of x_j + output_j, including their cross-covariance
+                S_j W_v' p(j|j) W_o'. (In the diagonal form, where the terms are approximate, a
+                negative sum is clamped to 0.)
 
         Returns:
-            TokenMoments: in the dtype of the mean. A token that sees none has the output biases for
-            mean and only the noise for covariance.
+            TokenMoments: in the dtype of the mean. A token whose keys are all masked has the output
+            biases as mean and only the noise as covariance.
 
         Raises:
-            InputError: shapes that do not fit, NaN, what cannot be a covariance.
+            InputError: mismatched shapes, NaN, or an invalid covariance.
         """
         check_mean(mean, self.project_value.weight)
         if covariance is not None:
@@ -240,7 +242,7 @@ class MomentAttention(nn.Module):
             read = narrow.read(narrow.value).mean.transpose(-3, -2).flatten(-2)
         out = self.project_output(read.to(kind))
         with torch.autocast(mean.device.type, enabled=False):
-            # Variances are differences of squares, so they take twice the digits.
+            # Variances are differences of squares, so compute them in twice the precision.
             wide = torch.float32 if mean.device.type == "mps" else torch.float64
             heads, maps = narrow.to(wide), self._wide(wide)
             given = None if covariance is None else covariance.to(wide)

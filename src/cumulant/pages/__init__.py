@@ -1,4 +1,4 @@
-"""What pages share: one file each, mathematics typeset, numbers written for people."""
+"""Shared code for HTML pages: single-file assembly, typeset mathematics, formatted numbers."""
 
 from __future__ import annotations
 

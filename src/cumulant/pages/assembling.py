@@ -1,4 +1,4 @@
-"""One file from templates, styles, scripts and data; it asks nothing of the network."""
+"""Assemble templates, styles, scripts and data into one file that makes no network request."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def assemble(
     data: Any,
     values: Mapping[str, Any],
 ) -> str:
-    """The page: a template filled, with its style, script and data inside.
+    """Render the template to one page that contains its style, script and data.
 
-    Its content security policy lets it run its own script, by digest, and load nothing.
+    Its content security policy allows its own script, by digest, and no network requests.
 
     Args:
-        packages: where ``template.html``, what it extends and the scripts are looked for, from
-            the most general on; the last that has a file wins. The ``style.css`` of each goes in.
-        scripts: file names; in this order they make one program.
-        data: what the script reads, as plain values.
-        values: what the template shows; text is escaped.
+        packages: where to look for ``template.html``, the templates it extends and the scripts,
+            most general first; the last package that has a file wins. The ``style.css`` of every
+            package is included.
+        scripts: file names, concatenated in this order into one program.
+        data: plain values for the script.
+        values: values for the template; text is escaped.
 
     Raises:
         InputError: jinja2 is not installed.
@@ -64,12 +65,12 @@ def assemble(
         digest=base64.b64encode(hashlib.sha256(program.encode()).digest()).decode(),
         data=trusted(embedded(data)),
     )
-    # A file name may hold bytes that are no text; a page must be encodable all the same.
+    # A file name may hold undecodable bytes, but the page must still be encodable.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element."""
+    """JSON that is safe inside a script element: nothing in it can close the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: no U+2028 either
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -77,7 +78,7 @@ def embedded(value: Any) -> str:
 
 
 def ready() -> None:
-    """Pages can be made here, or one clear line: for callers who work long before they render.
+    """Raise early if pages cannot be rendered, for callers that work long before they render.
 
     Raises:
         InputError: jinja2 or latex2mathml is not installed.

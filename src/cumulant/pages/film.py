@@ -1,4 +1,4 @@
-"""A page that plays pictures one after another; it makes no request."""
+"""A page that plays a sequence of pictures; it makes no network request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["film_page"]
 
 
 def film_page(frames: Sequence[bytes], captions: Sequence[str], fps: float) -> str:
-    """The page, with its pictures, style and script inside.
+    """The page, with its pictures, style and script embedded.
 
-    Its content security policy lets it run its own script, by digest, and load nothing.
+    Its content security policy allows its own script, by digest, and no network requests.
 
     Args:
         frames: PNG files.
-        captions: what each shows, for those who cannot see it.
-        fps: frames in a second.
+        captions: alternative text of each frame.
+        fps: frames per second.
     """
     page = (files("cumulant.pages") / "film.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]

@@ -1,4 +1,4 @@
-"""TeX to MathML when a page is made; browsers typeset it, so nothing has to be fetched."""
+"""TeX to MathML at build time; browsers typeset it without fetching anything."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SIGNS, _CLOSING = ("+", "-", "−"), (")", "]", "}", "⟩", "|", "‖", "!")
 
 @cache
 def mathml(tex: str, *, block: bool = True) -> str:
-    """A formula as a math element; what is no TeX is shown as it was written.
+    """A formula as a math element; invalid TeX is shown as written.
 
     Args:
-        tex: without dollar signs.
-        block: a formula by itself, not one within a line.
+        tex: TeX source without dollar signs.
+        block: display the formula as a block, not inline.
 
     Raises:
         InputError: latex2mathml is not installed.
@@ -48,13 +48,13 @@ def mathml(tex: str, *, block: bool = True) -> str:
 
 
 def _name(element: ElementTree.Element) -> None:
-    """Names such as softmax are no operators, which would have space on both sides."""
+    """Mark names such as softmax as identifiers: an operator would get space on both sides."""
     if element.tag == "mo" and (element.text or "").isalpha():
         element.tag, element.attrib = "mi", {"mathvariant": "normal"}
 
 
 def _space(row: ElementTree.Element) -> None:
-    """As TeX has it: a thin space after log, none after the sign in = -x."""
+    """Space as TeX does: a thin space after log, none after the sign in = -x."""
     before: ElementTree.Element | None = None
     for element in list(row):
         if before is not None and before.tag == "mo" and before.text not in _CLOSING:

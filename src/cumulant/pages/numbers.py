@@ -1,4 +1,4 @@
-"""Numbers and facts as people read them."""
+"""Human-readable numbers and facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def finite(value: Any) -> bool:
-    """Whether this is a number that a chart can show."""
+    """Whether this is a number that a chart can plot."""
     try:
         return math.isfinite(value)
     except TypeError:
@@ -20,7 +20,7 @@ def finite(value: Any) -> bool:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Three significant digits, a true minus sign, powers of ten where digits would mislead."""
+    """Three significant digits, a true minus sign, powers of ten for very large or small values."""
     if not finite(value):
         return "–"
     size = abs(value)
@@ -35,7 +35,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def share(value: float) -> str:
-    """A fraction as a percentage that never rounds something to nothing, nor all but all to all."""
+    """A fraction as a percentage; only exactly 0 rounds to 0%, and only exactly 1 to 100%."""
     percent = 100 * value
     if 0 < percent < 0.1:
         return "under 0.1%"
@@ -46,9 +46,10 @@ def share(value: float) -> str:
 
 
 def deviation(value: float) -> str:
-    """A standard deviation relative to its mean: a percentage, or from 2 on a factor.
+    """A standard deviation relative to its mean: a percentage, or a factor if >= 2.
 
-    Estimates that large hang on the few largest samples and fall short, so they are lower bounds.
+    Estimates that large depend on a few largest samples and are biased low, so they are given as
+    lower bounds.
     """
     return share(value) if value < 2 else f"more than {number(math.floor(value))} times its mean"
 
@@ -59,7 +60,7 @@ def count(amount: int, noun: str) -> str:
 
 
 def flat(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Facts in one level: `versions: {torch: 2}` becomes `versions torch: 2`."""
+    """Flatten facts to one level: `versions: {torch: 2}` becomes `versions torch: 2`."""
     rows: list[tuple[str, Any]] = []
     for name, value in facts.items():
         label = str(name).replace("_", " ")

@@ -1,4 +1,4 @@
-"""Plain formulas as a page shows them: subscripts, exponents, Greek letters, true minus signs."""
+"""Typeset plain-text formulas: subscripts, exponents, Greek letters, true minus signs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Piece", "typeset"]
 
 
 class Piece(NamedTuple):
-    """Some text, and the element it stands in: "" for none, "sub" or "sup"."""
+    """A piece of text and its HTML element: "" for none, "sub" or "sup"."""
 
     element: str
     text: str
@@ -30,7 +30,7 @@ _RAISED = re.compile(r"(?<=\w)_(ij|ii|max|[a-z])(?![a-z_])|\^([0-9T])")
 
 
 def typeset(text: str) -> list[Piece]:
-    """The text in pieces, none of them markup.
+    """The text split into pieces, none of them markup.
 
     >>> [tuple(piece) for piece in typeset("-sum_j p_ij")]
     [('', '−Σ'), ('sub', 'j'), ('', ' p'), ('sub', 'ij')]

@@ -1,4 +1,4 @@
-"""Checks that extensions inherit. Needs pytest."""
+"""Test cases for extensions to inherit. Needs pytest."""
 
 from cumulant.testing.measures import MeasureCase
 

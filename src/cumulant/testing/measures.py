@@ -1,7 +1,7 @@
 """The checks every measure must pass: inherit `MeasureCase` and supply four methods.
 
-Sums over `nodes` (points of the statistic with log-masses, by enumeration or by quadrature of a
-density that is not ours) are the oracle for everything; torch differentiates them.
+The oracle is a sum over `nodes`: points of the statistic with log-masses, from enumeration or from
+quadrature of an independent density. torch differentiates it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _statistic(h: Measure, x: Tensor) -> Tensor:
 
 
 class MeasureCase:
-    """A test case for pytest: inherit it, supply the four methods below, get all checks.
+    """A pytest test case: inherit it, supply the four methods below, and get every check.
 
     They cover values, mean and covariance against the nodes; derivatives through third order and in
     the parameters; Fisher products, KL, dual and link; tilting; vmap, batches and precision;
-    samples, densities and bad input.
+    samples, densities and invalid input.
 
     >>> import torch, cumulant as cm
     >>> from cumulant.testing import MeasureCase
@@ -62,7 +62,7 @@ class MeasureCase:
     absolute = True  # whether the measure is a probability
 
     def parameters(self, k: int) -> dict[str, Any]:
-        """One of two different sets of parameters, k = 0 or 1."""
+        """The first (k = 0) or second (k = 1) of two different sets of parameters."""
         raise NotImplementedError("a MeasureCase supplies parameters(k)")
 
     def make(self, **parameters: Any) -> Measure:
@@ -220,7 +220,7 @@ class MeasureCase:
         close(h.tilt(c[0]).link(h.mean(c)), h.link(h.mean(c)) - self.gauge(h, c[0]), 1e-6)
 
     def gauge(self, h: Measure, eta: Tensor) -> Tensor:
-        """The part of a tilt that the link can see."""
+        """The component of a tilt that the link can recover."""
         return eta
 
     def test_vmap(self) -> None:

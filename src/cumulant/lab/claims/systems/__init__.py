@@ -1,1 +1,1 @@
-"""Systems the paper leans on that no single claim is about, one file each."""
+"""Systems the paper builds on that no single claim covers, one file each."""

@@ -38,15 +38,15 @@ CLAIM = Claim(
         optimum_gap ≤ 1e-8: e^(−G*(0)) against the least loss by BFGS
         worthless_gap ≤ 1e-8: edges of the stumps under the dual's q
         duality_gap ≤ 1e-8: generalized KL(q‖h) against 1 − least loss
-        closer ≤ 1e-10: KL saved by 200 other q with worthless stumps
+        closer ≤ 1e-10: KL saved by 200 other q under which the stumps are worthless
       noted:
         left: loss above the optimum at the end
     """),
     finding="Over {rounds} rounds the product of normalizers is e^G to {product_gap:.0e}. The "
-    "least loss is {least:.4f} by the library's dual, {optimum_gap:.0e} from scipy's, and 1 − "
-    "that is the generalized KL to {duality_gap:.0e}; boosting ends {left:.0e} above.",
-    caption="Boosting stumps: the product of AdaBoost's normalizers (line) is e^G over the "
-    "margins (dots), round after round, and both fall to the optimum that the dual gives.",
+    "least loss is {least:.4f} by the library's dual, within {optimum_gap:.0e} of scipy's, and 1 "
+    "minus it is the generalized KL to {duality_gap:.0e}; boosting ends {left:.0e} above.",
+    caption="Boosting stumps: the product of AdaBoost's normalizers (line) is e^G over the margins "
+    "(dots) in every round, and both fall to the optimum given by the dual.",
 )
 
 
@@ -54,7 +54,7 @@ special: Any = import_module("scipy.special")
 
 
 def boost(margins: Tensor, rounds: int) -> dict[str, Tensor]:
-    """AdaBoost as Freund and Schapire have it, in plain torch, with what each round leaves."""
+    """AdaBoost after Freund and Schapire, in plain torch, with the state after each round."""
     n, stumps = margins.shape
     weights, alpha = torch.full((n,), 1 / n, dtype=torch.float64), margins.new_zeros(stumps)
     product, kept = 1.0, dict[str, list[Any]](alpha=[], weights=[], product=[], chosen=[])

@@ -31,14 +31,14 @@ CLAIM = Claim(
       statement:
         value_gap ≤ 1e-12: loss against the published code
         gradient_gap ≤ 1e-12: gradients in images, texts and log scale
-        likelihood_gap ≤ 1e-12: mean of both families' likelihoods
+        likelihood_gap ≤ 1e-12: loss against the mean of both families' negative log-likelihoods
         scale_gap ≤ 1e-12: slope in log scale against E[s] − s⁺
       noted:
         one_sided: how far the loss of the images alone is from it
     """),
-    finding="Loss and gradients agree with the published code to {worst:.0e}. The loss is the "
-    "mean of both families' likelihoods, and its slope in the learned scale is what they expect "
-    "of the scores less what the pairs have.",
+    finding="Loss and gradients agree with the published code to {worst:.0e}. The loss is the mean "
+    "of both families' negative log-likelihoods, and its slope in the learned scale is the "
+    "expected score minus the score of the pairs.",
     caption="The losses of both sides against the inverse temperature, which CLIP learns: they "
     "differ, and their mean, written out, is what info_nce returns.",
 )

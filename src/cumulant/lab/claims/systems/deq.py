@@ -1,4 +1,4 @@
-"""Deep equilibrium models: a layer repeated for ever, differentiated at its end."""
+"""Deep equilibrium models: a layer iterated to its fixed point, and differentiated there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CLAIM = Claim(
     id="deq",
     title="Deep equilibrium models",
     evidence="identity",
-    statement="A layer repeated until nothing changes has, at the equilibrium point, the output "
-    "and the gradients of infinitely many layers, without their memory.",
+    statement="A layer iterated to its equilibrium has the output and the gradients of infinitely "
+    "many layers, without their memory.",
     source="main draft, §2.2, after Bai et al. (2019); exponential family draft, §3.1",
     formula=r"z = f(z, x; \theta), \qquad \frac{dL}{d\theta} = \frac{dL}{dz} "
     r"\left(I - \frac{\partial f}{\partial z}\right)^{-1} \frac{\partial f}{\partial \theta}",
@@ -32,15 +32,15 @@ CLAIM = Claim(
         second_gap ≤ 1e-7: the second derivative, along one direction
         linear_gap ≤ 1e-9: a linear layer: value and gradient against (I − A)⁻¹
       noted:
-        evaluations: of the layer until the equilibrium is found
-        memory_ratio: numbers kept by 128 unrolled layers, over those of the equilibrium
+        evaluations: evaluations of the layer until the equilibrium is found
+        memory_ratio: numbers stored by 128 unrolled layers, over those of the equilibrium
     """),
     finding="The equilibrium's gradient is that of 250 unrolled layers to {gradient_gap:.0e}, its "
-    "second derivative to {second_gap:.0e}. It takes {evaluations:.0f} evaluations, and 128 "
-    "unrolled layers would keep {memory_ratio:.0f} times as much.",
-    caption="The gradient of the unrolled layer approaches the one the implicit function theorem "
-    "gives at the equilibrium (left), and what it keeps for the backward pass grows with its "
-    "length, where the equilibrium's does not (right).",
+    "second derivative to {second_gap:.0e}. It takes {evaluations:.0f} evaluations; 128 unrolled "
+    "layers would store {memory_ratio:.0f} times as much.",
+    caption="The gradient of the unrolled layer approaches the one from the implicit function "
+    "theorem at the equilibrium (left). Its memory for the backward pass grows with its length; "
+    "the equilibrium's does not (right).",
 )
 
 
@@ -49,7 +49,7 @@ LENGTHS = [2, 4, 8, 16, 32, 64, 128]
 
 
 def unrolled(x: Tensor, W: Tensor, rounds: int) -> Tensor:
-    """z <- tanh(z W + x), so many times, in plain torch."""
+    """z <- tanh(z W + x), iterated in plain torch."""
     z = torch.zeros_like(x)
     for _ in range(rounds):
         z = torch.tanh(z @ W + x)

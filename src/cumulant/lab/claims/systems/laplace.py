@@ -22,7 +22,7 @@ CLAIM = Claim(
     id="laplace",
     title="The log Laplace transform",
     evidence="identity",
-    statement="Where the statistic is x itself, a measure h generates an exponential family whose "
+    statement="With x itself as the statistic, a measure h generates an exponential family whose "
     "log-normalizer is the log of its Laplace transform at −y. So G generates cumulants: its "
     "derivatives are those of the tilted law.",
     source="exponential family draft, eq. (3) and (6)",

@@ -23,12 +23,12 @@ CLAIM = Claim(
     title="Gates as a warp of time",
     evidence="simulation",
     statement="A gate that scales the update of a recurrent state is a learned, input-dependent "
-    "step size: it lets the network run through its dynamics at the pace of the signal.",
+    "step size: it lets the network run its dynamics at the pace of the signal.",
     source="main draft, §2.2, after Tallec and Ollivier (2018)",
     formula=r"h_{t+1} = h_t + g_t f(h_t) \approx x(c(t+1)), \qquad g_t = c(t+1) - c(t), "
     r"\quad \dot{x} = f(x)",
-    bounds="Euler's order, 1, shows to a tenth after a few halvings. Gates are speeds if each is "
-    "right to a tenth and the gated run stays at least twice as near to the signal as the best "
+    bounds="A few halvings show Euler's order, 1, to a tenth. Gates count as speeds if each is "
+    "accurate to a tenth and the gated run stays at least twice as close to the signal as the best "
     "single gate.",
     recorded="holds",
     systems=("long short-term memory", "gated recurrent unit", "leaky recurrent unit"),
@@ -36,8 +36,7 @@ CLAIM = Claim(
     rules=table("""
       statement:
         order_error ≤ 0.1: order of convergence of gated layers to the flow in warped time, minus 1
-        speed_error ≤ 0.1: learned gates against the speeds they were never told, largest relative
-            error
+        speed_error ≤ 0.1: learned gates against the hidden speeds, largest relative error
         lag_share ≤ 0.5: how far the gated run strays from the signal, as a share of the best single
             gate
         gru_cell ≤ 1e-12: torch's GRU cell against h′ = h + (1−z)(n−h), step size 1−z
@@ -46,7 +45,7 @@ CLAIM = Claim(
         gate_gap ≤ 1e-12: a step with a gate for each token against the formula
         flow_gap ≤ 1e-6: the signal against scipy's solution
       noted:
-        lstm_free: the same with f of its own: no such step
+        lstm_free: the same with an independent f: not such a step
         own_clocks_gap: a clock for each token of one cloud: distance from the flow at the tokens'
             times, relative, which does not vanish
     """),
@@ -56,7 +55,7 @@ CLAIM = Claim(
     "step to rounding; an LSTM cell is one only if f + i = 1, and misses it by up to "
     "{lstm_free:.1f} otherwise.",
     caption="Gates that read an input symbol, trained to predict the next state of a signal whose "
-    "speed changes with the symbol, become that speed (left); run freely they follow the signal, "
+    "speed changes with the symbol, learn that speed (left); run freely they follow the signal, "
     "which the best single gate does not (right).",
 )
 
@@ -101,7 +100,7 @@ def learned(before: Tensor, after: Tensor, kind: Tensor, kinds: int, patterns: T
 def cells(trial: Trial) -> tuple[float, float, float]:
     """torch's GRU cell against h + (1−z)(n−h), its LSTM cell against c + i(g−c).
 
-    The latter twice: where f + i = 1, and with an f of its own.
+    The latter twice: with f + i = 1, and with an independent f.
     """
     x, h, c = trial.normal(3, 16, 5)
     gru, lstm = torch.nn.GRUCell(5, 5).double(), torch.nn.LSTMCell(5, 5).double()
@@ -131,8 +130,8 @@ def warped(trial: Trial, x: Tensor) -> tuple[float, float, float]:
 
     Returns:
         The order with which gated layers approach the flow in warped time; error of a step with
-        a gate for each token; how far tokens with clocks of their own are from the flow at the
-        time of each, for each then sees the others at other times.
+        a gate for each token; distance of tokens with separate clocks from the flow at each
+        token's time, since each then sees the others at other times.
     """
     sphere, many = dynamics.Sphere(), trial.size(512, 64)
     counts = [16, 32, 64] if trial.quick else [32, 64, 128, 256, 512]

@@ -19,13 +19,13 @@ CLAIM = Claim(
     id="nce",
     title="Noise-contrastive estimation",
     evidence="simulation",
-    statement="Noise-contrastive estimation treats the log-normalizer as one more parameter of a "
-    "classifier between data and noise. Where the scores are right, it is fitted to G.",
+    statement="Noise-contrastive estimation treats the log-normalizer as an extra parameter of a "
+    "classifier between data and noise. If the scores are correct, the fit recovers G.",
     source="main draft, section 1; Gutmann and Hyvärinen (2010)",
     formula=r"P(\mathrm{data} \mid x) = \frac{e^{\langle q, x\rangle - c}}"
     r"{e^{\langle q, x\rangle - c} + k\, p_{\mathrm{noise}}(x)}, \qquad c \to G(q)",
-    bounds="Twelve estimates are compared: the largest of twelve exceeds six standard errors "
-    "practically never. With c right to a tenth of a nat, probabilities are right to a tenth.",
+    bounds="Twelve estimates are compared; the largest practically never exceeds six standard "
+    "errors. With c accurate to a tenth of a nat, probabilities are accurate to a tenth.",
     recorded="holds",
     systems=("noise-contrastive estimation",),
     tests=("tests/contrastive/test_sampled.py",),
@@ -35,14 +35,14 @@ CLAIM = Claim(
         normalizer ≤ 6: error of the fitted c against G, in s.e.
         largest ≤ 0.1: error of c against G, nats
       noted:
-        spread: spread of c over data sets, 1 noise sample for a pair
+        spread: spread of c over data sets, 1 noise sample per pair
         spread_16: the same with 16
     """),
     finding="Over {repeats} data sets of {pairs} pairs the mean of the fitted parameter is G "
-    "within {normalizer:.1f} standard errors, {largest:.3f} nats at the most. Its spread falls "
-    "from {spread:.2f} with one noise sample for a pair to {spread_16:.2f} with 16.",
-    caption="Left: the fitted parameter of each word, one dot a data set of 500 pairs, scatters "
-    "around its true log-normalizer. Right: how much, for growing noise.",
+    "within {normalizer:.1f} standard errors, {largest:.3f} nats at most. Its spread falls from "
+    "{spread:.2f} with one noise sample per pair to {spread_16:.2f} with 16.",
+    caption="Left: the fitted parameter of each word, one dot per data set of 500 pairs, scatters "
+    "around its true log-normalizer. Right: its spread as the number of noise samples grows.",
 )
 
 

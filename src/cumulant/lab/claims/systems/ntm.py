@@ -31,7 +31,7 @@ CLAIM = Claim(
     tests=("tests/attention/test_attend.py", "tests/laws/test_attention_calculus.py"),
     rules=table("""
       statement:
-        read_gap ≤ 1e-12: what is read, against the published formula
+        read_gap ≤ 1e-12: the vector read, against the published formula
         weight_gap ≤ 1e-12: log of a weight against minus the loss
         power_gap ≤ 1e-12: weights to the power γ against strength γβ
         rise ≤ 1e-12: largest rise of the entropy as β grows

@@ -38,13 +38,13 @@ CLAIM = Claim(
         order_error_sphere ≤ 0.15: order of convergence minus 1, on the sphere
         order_error_layer_norm ≤ 0.15: order of convergence minus 1, with layer norm
       noted:
-        single_layer_error: error of one layer of step 1, relative to how far the equation moves
+        single_layer_error: error of one layer of step 1, relative to how far the flow moves
     """),
     finding="With weights and with each normalization, L layers of step 1/L approach the "
     "differential equation with order {order}. A single layer of step 1 is an Euler step too, but "
     "a coarse one: it is off by up to {single_layer_error:.0%} of the way.",
     caption="A residual attention network of L layers with shared weights against its "
-    "differential equation: twice the layers, half the error, as Euler's method has it.",
+    "differential equation: twice the layers, half the error, as in Euler's method.",
 )
 
 

@@ -19,31 +19,32 @@ CLAIM = Claim(
     id="simclr",
     title="SimCLR",
     evidence="simulation",
-    statement="NT-Xent, with its 2N views, each of them left out of its own normalizer, is the "
-    "likelihood of the tilted family on the sphere. It pulls views of one thing together and "
-    "spreads things evenly.",
+    statement="NT-Xent, with 2N views, each excluded from its own normalizer, is the negative "
+    "log-likelihood of the tilted family on the sphere. It pulls views of one item together and "
+    "spreads items evenly.",
     source="main draft, section 1; exponential family draft, after eq. (7); Chen et al. (2020)",
     formula=r"\ell_{ij} = -\log \frac{\exp\left(\operatorname{sim}(z_i, z_j)/\tau\right)}"
     r"{\sum_{k \ne i} \exp\left(\operatorname{sim}(z_i, z_k)/\tau\right)}",
-    bounds="Two random points on the circle have a squared distance of 2: views count as aligned "
-    "at a tenth of it, as uniform if uniformity is within 0.1 of the uniform law's.",
+    bounds="Two random points on the circle have a mean squared distance of 2: views count as "
+    "aligned at a tenth of that, and as uniform if their uniformity is within 0.1 of the uniform "
+    "law's.",
     recorded="holds",
     systems=("SimCLR",),
     tests=("tests/contrastive/test_info_nce.py",),
     rules=table("""
       statement:
         value_gap ≤ 1e-12: loss against NT-Xent written out pair by pair
-        gradient_gap ≤ 1e-12: its gradient against torch's of that
+        gradient_gap ≤ 1e-12: its gradient against torch's gradient of that
         alignment ≤ 0.2: mean squared distance of two views after training
-        uniformity ≤ 0.1: uniformity less that of the uniform law
+        uniformity ≤ 0.1: uniformity minus that of the uniform law
       noted:
         alignment_before: mean squared distance before training
     """),
     finding="The loss is NT-Xent to {value_gap:.0e}, its gradient to {gradient_gap:.0e}. Training "
     "brings the squared distance of two views from {alignment_before:.2f} to {alignment:.2f}, and "
     "the uniformity to within {within:g} of that of the uniform law on the circle.",
-    caption="Views on the circle, radii jittered, the color their thing's angle. Training orders "
-    "the things by angle and spreads them evenly: aligned and uniform.",
+    caption="Views on the circle, radii jittered, colored by their item's angle. Training orders "
+    "the items by angle and spreads them evenly: aligned and uniform.",
 )
 
 

@@ -19,9 +19,9 @@ CLAIM = Claim(
     id="word2vec",
     title="word2vec",
     evidence="identity",
-    statement="word2vec's softmax is the family over contexts tilted by a word, and its optimum "
-    "is log P(c | w). Negative sampling drops G, and its optimum is the pointwise mutual "
-    "information less log k.",
+    statement="word2vec's softmax is the family over contexts tilted by a word, and its optimum is "
+    "log P(c | w). Negative sampling drops G, and its optimum is the pointwise mutual information "
+    "minus log k.",
     source="main draft, section 1; Mikolov et al. (2013); Levy and Goldberg (2014)",
     formula=r"\langle w, c \rangle = \log \frac{P(c \mid w)}{P(c)} - \log k",
     recorded="holds",
@@ -31,7 +31,7 @@ CLAIM = Claim(
       statement:
         pmi_gap ≤ 1e-5: negative sampling's optimum against PMI − log k
         softmax_gap ≤ 1e-6: softmax's optimum against P(c | w)
-        drawn ≤ 5: mean loss with real draws, in s.e.
+        drawn ≤ 5: error of the mean loss with real draws, in s.e.
       noted:
         dropped: distance of negative sampling's softmax from P(c | w)
     """),

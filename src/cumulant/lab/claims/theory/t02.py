@@ -21,7 +21,7 @@ CLAIM = Claim(
     statement="If h is itself a member of an exponential family that has x among its statistics, "
     "tilting adds η to the natural parameter of x, and the gradient of G is the mean of that "
     "member.",
-    slips=("The first line of eq. (1) prints η₁ + η₂ for η₁ + η; the second line is right.",),
+    slips=("The first line of eq. (1) prints η₁ + η₂ for η₁ + η; the second line is correct.",),
     source="proofs draft, Theorem 1b and eq. (1), (2)",
     formula=r"h(x) = p_0(x \mid \eta_1, \eta_2) \quad\Rightarrow\quad "
     r"\nabla G(\eta) = E_{x \sim p_0(x \mid \eta_1 + \eta,\, \eta_2)}[x]",
@@ -37,7 +37,7 @@ CLAIM = Claim(
         misprint_gap: error of G with η₂ in place of η, as eq. (1) prints
     """),
     finding="For four families ∇G is the mean of the member η₁ + η to {worst:.0e}. The misprint "
-    "in eq. (1) would leave an integral without η, off by up to {misprint_gap:.1f}.",
+    "in eq. (1) drops η from the integral, an error of up to {misprint_gap:.1f}.",
     caption="A gamma law of rate 2.5, tilted: the library's members of the family (lines) are "
     "p₀(x) e^{{ηx}} normalized by quadrature (dots), with the rate lowered by η.",
 )
@@ -50,7 +50,7 @@ GAMMA = 30 * WEIGHT * B**A * POSITIVE * torch.exp(-B * POSITIVE)  # a = 2, and 1
 
 
 def families() -> tuple[tuple[Measure, Tensor, Tensor], ...]:
-    """Laws as textbooks have them: measure, nodes, and masses or densities with Gauss's weights."""
+    """Textbook laws: measure, nodes, and masses or densities with Gauss's weights."""
     count = torch.arange(150, dtype=torch.float64)
     poisson = torch.exp(count * B.log() - B - torch.lgamma(count + 1))
     few, choose = count[:8], torch.tensor([math.comb(7, k) for k in range(8)])
@@ -64,7 +64,7 @@ def families() -> tuple[tuple[Measure, Tensor, Tensor], ...]:
 
 
 def padded(eta: Tensor, size: int) -> Tensor:
-    """η for the statistic x, nothing for the others."""
+    """η for the statistic x, 0 for the others."""
     return torch.cat([eta[:, None], eta.new_zeros(len(eta), size - 1)], -1)
 
 

@@ -1,4 +1,4 @@
-"""T3: a Gaussian tilted moves its mean to m + Ση and keeps its covariance."""
+"""T3: tilting a Gaussian moves its mean to m + Ση and keeps its covariance."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CLAIM = Claim(
         gradient_gap ≤ 1e-11: ∇G by autograd against m + Ση, d = 6
         link_gap ≤ 1e-8: link of m + Ση against η: the link is linear
     """),
-    finding="The tilted mean agrees with quadrature to {mean_gap:.0e} and the covariance stays to "
-    "{covariance_gap:.0e}; in six dimensions ∇G is m + Ση to {gradient_gap:.0e}.",
+    finding="The tilted mean agrees with quadrature to {mean_gap:.0e} and the covariance is "
+    "unchanged to {covariance_gap:.0e}; in six dimensions ∇G is m + Ση to {gradient_gap:.0e}.",
     caption="A Gaussian tilted three ways keeps its shape and moves by Ση (solid), not along η "
     "(dotted).",
     size=(7.0, 3.3),

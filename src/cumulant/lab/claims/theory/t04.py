@@ -1,4 +1,4 @@
-"""T4: a mixture of Gaussians with one covariance, and the weights the draft drops."""
+"""T4: a Gaussian mixture with a shared covariance, and the weights the draft drops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="For a mixture of Gaussians that share Σ, the gradient of G is Ση plus attention "
     "over the component means.",
-    correction="The proof loses the weights π; they stay, as log π added to the scores.",
+    correction="The proof drops the weights π; they belong in the scores, as log π.",
     source="proofs draft, Theorem 2 and eq. (3)",
     formula=r"\nabla G(\eta) = \Sigma\eta + \sum_n \operatorname{softmax}_n"
     r"\left(\langle\mu_n, \eta\rangle + \log \pi_n\right) \mu_n",
@@ -28,10 +28,10 @@ CLAIM = Claim(
       correction:
         corrected_gap ≤ 1e-8: largest error of ∇G with log π inside the softmax
     """),
-    finding="Without π the gradient is off by up to {drafted_gap:.2f}; with it, it agrees with "
+    finding="Without π the gradient is off by up to {drafted_gap:.2f}; with π it agrees with "
     "quadrature to {corrected_gap:.0e}.",
     caption="The gradient of G for three Gaussians of unequal weight: the draft's form, which "
-    "drops the weights, misses the quadrature that the corrected one falls on.",
+    "drops the weights, misses the quadrature; the corrected form matches it.",
 )
 
 

@@ -1,4 +1,4 @@
-"""T5: a mixture of Gaussians with covariances of their own; G is closed, no bound is needed."""
+"""T5: a Gaussian mixture with separate covariances; G has a closed form, no bound is needed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CLAIM = Claim(
     id="T5",
     title="Gaussian mixtures with own covariances",
     evidence="identity",
-    statement="For Gaussians with different covariances one is left with a lower bound of G, and "
-    "the gradient update is taken on it. (Theorem 3 breaks off after log Z ≥; the bound with the "
-    "mixture's weights is read into it.)",
-    correction="No bound is needed: G is closed, and ∇G = Σₙ rₙ(μₙ + Σₙη) with the "
+    statement="For Gaussians with different covariances only a lower bound of G is available, and "
+    "the gradient step uses that bound. (Theorem 3 breaks off after log Z ≥; we take the bound "
+    "with the mixture's weights.)",
+    correction="No bound is needed: G has a closed form, and ∇G = Σₙ rₙ(μₙ + Σₙη) with the "
     "responsibilities r. Jensen's bound is a bound for any weights q, with gap KL(q‖r); its "
     "gradient is that of G wherever q = r(η), as at η = 0 for q = π, and in general not elsewhere.",
     source="proofs draft, Theorem 3 and the sentence before it",
@@ -30,7 +30,7 @@ CLAIM = Claim(
     rules=table("""
       statement:
         bound_excess ≤ 1e-10: how far Jensen's bound exceeds G
-        wrong_way ≤ 0: share of η at which a step on the bound (q = π) descends G
+        wrong_way ≤ 0: share of η at which a step on the bound (q = π) lowers G
       correction:
         value_gap ≤ 1e-10: closed G against quadrature
         gradient_gap ≤ 1e-9: closed ∇G against quadrature
@@ -42,9 +42,9 @@ CLAIM = Claim(
     finding="The bound with q = π stays below G, but its gradient is off by up to "
     "{bound_gradient_gap:.1f} and points downhill at {wrong_way:.0%} of the η. The closed ∇G "
     "agrees with quadrature to {gradient_gap:.0e}; the gap is KL(q‖r) to {gap_is_kl:.0e}.",
-    caption="Three Gaussians of different width. The bound with q = π touches G at 0 alone; its "
-    "slope is soon wrong. Frozen at r(0.8) it touches value and slope there. The closed gradient "
-    "falls on quadrature everywhere.",
+    caption="Three Gaussians of different width. The bound with q = π touches G only at 0; away "
+    "from it the slope is wrong. Frozen at r(0.8) it matches value and slope there. The closed "
+    "gradient matches quadrature everywhere.",
 )
 
 

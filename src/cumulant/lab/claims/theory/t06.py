@@ -1,4 +1,4 @@
-"""T6: other families in which x is a statistic, where G is finite and where it is not."""
+"""T6: other families with x as a statistic; where G is finite and where it is not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="Wherever x is a statistic, the same calculus holds: Bernoulli, binomial, Poisson, "
     "geometric, exponential, gamma with fixed shape, categorical, von Mises–Fisher. Outside the "
-    "domain G is +∞. On the sphere it is the limit of contrast by cosine similarity.",
+    "domain G is +∞. On the sphere it is the limit of contrastive learning with cosine similarity.",
     source="exponential family draft, eq. (1) to (3); proofs draft, Theorem 1b",
     formula=r"G(\eta) = A(\theta + \eta) - A(\theta), \qquad "
     r"G(\eta) = +\infty \ \text{outside the domain}",
@@ -38,15 +38,15 @@ CLAIM = Claim(
         mean_gap ≤ 1e-9: their means against sums and quadrature
         sphere_gap ≤ 1e-12: G of von Mises–Fisher against scipy's Bessel
         sphere_closed_gap ≤ 1e-12: in three dimensions, against log(sinh κ/κ)
-        finite_outside ≤ 0: answers beyond the domain that are not +∞
+        finite_outside ≤ 0: values outside the domain that are not +∞
         contrast_gap ≤ 0.25: spread of e^G over random keys on the sphere, against its limit law
     """),
     finding="G of seven families agrees with sums and quadrature to {normalizer_gap:.0e}, of the "
-    "sphere to {sphere_gap:.0e}; beyond the domain every answer is +∞. Random keys approach the "
+    "sphere to {sphere_gap:.0e}; outside the domain every value is +∞. Random keys approach the "
     "sphere's G as 1/√N, within {contrast_gap:.0%} of the predicted constant.",
-    caption="Left: G of six families (lines) against sums and quadrature (dots); three of them "
-    "end at a dotted line. Right: G over N random keys on the sphere approaches von "
-    "Mises–Fisher's as theory says.",
+    caption="Left: G of six families (lines) against sums and quadrature (dots); three of them end "
+    "at a dotted line. Right: G over N random keys on the sphere approaches von Mises–Fisher's at "
+    "the predicted rate.",
     size=(7.0, 3.3),
 )
 

@@ -1,4 +1,4 @@
-"""T7: entropy and free energy are the log-normalizer less an expectation."""
+"""T7: entropy and free energy are the log-normalizer minus an expectation."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CLAIM = Claim(
         free_energy_gap ≤ 1e-11: −T log Z and T·S of an oscillator
         single_precision_error ≤ 1e-5: error of H, scores up to 10,000
       noted:
-        plain_difference_error: the same by G − ⟨η, μ⟩: it cancels
+        plain_difference_error: the same by G − ⟨η, μ⟩, which cancels
     """),
     finding="KL(p‖h) is ⟨η,μ⟩ − G to {kl_gap:.0e} and G* at the mean to {dual_gap:.0e}. In single "
     "precision the summed entropy is off by {single_precision_error:.0e}, the plain difference by "
     "{plain_difference_error:.0e}.",
     caption="Left: an oscillator's free energy, energy and heat from G (lines) and from physics "
-    "(dots). Right: entropy in single precision when points move away from the origin: the "
-    "formula cancels, the sum does not.",
+    "(dots). Right: entropy in single precision as the points move away from the origin: the "
+    "difference cancels, the sum does not.",
 )
 
 

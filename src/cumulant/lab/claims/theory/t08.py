@@ -1,4 +1,4 @@
-"""T8: maximum entropy, and the canonical link that its dual problem solves."""
+"""T8: maximum entropy, and the canonical link as the solution of its dual problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLAIM = Claim(
     id="T8",
     title="Maximum entropy and the canonical link",
     evidence="identity",
-    statement="Among all laws with a given mean the tilted one has most entropy relative to h, "
+    statement="Among all laws with a given mean the tilted one has the most entropy relative to h, "
     "and its η solves the concave dual problem in the log-normalizer. So the link from μ to η "
     "exists for every mean inside the convex hull of the support, unique up to directions it does "
     "not see.",
@@ -34,18 +34,18 @@ CLAIM = Claim(
         jaynes_gap ≤ 6e-6: the die of mean 4.5 against Jaynes' five digits
         primal_gap ≤ 1e-6: probabilities against the primal by SLSQP
         more_entropy ≤ 1e-12: entropy gained by 500 other laws of that mean
-        link_residual ≤ 1e-7: mean at the link, written out, less the one asked
-        across ≤ 1e-8: part of η that the support does not see
-        wrong_status ≤ 0: means of a square misjudged
+        link_residual ≤ 1e-7: mean at the link, written out, minus the mean requested
+        across ≤ 1e-8: component of η orthogonal to the support
+        wrong_status ≤ 0: means of a square with the wrong status
       noted:
-        undamped_lost: means near corners that undamped Newton loses
-        unproved: share of means outside that are called stalled
+        undamped_lost: means near corners that undamped Newton misses
+        unproved: share of means outside that are reported as stalled
     """),
-    finding="Jaynes' die is met to {jaynes_gap:.0e} and no other law of the same mean has more "
-    "entropy. The link exists for means inside the hull and for no others; damped Newton finds "
-    "them all, undamped loses {undamped_lost:.0%} of those near corners.",
-    caption="Left: the least committed die for four averages. Right: means asked of nine points "
-    "on a square; a natural parameter exists inside the hull, none on its edge or outside.",
+    finding="Jaynes' die is reproduced to {jaynes_gap:.0e}, and no other law of the same mean has "
+    "more entropy. The link exists exactly for means inside the hull; damped Newton finds them "
+    "all, undamped Newton misses {undamped_lost:.0%} of those near corners.",
+    caption="Left: the maximum-entropy die for four averages. Right: target means for nine points "
+    "on a square; a natural parameter exists inside the hull, but not on its edge or outside.",
 )
 
 
@@ -141,7 +141,7 @@ def measure(trial: Trial) -> Found:
 
 
 def draw(figure: Any, seen: Any) -> None:
-    """The least committed die for four averages; which means of a square have a link."""
+    """The maximum-entropy die for four averages; which means of a square have a link."""
     left, right = figure.subplots(1, 2)
     for i, average in enumerate((2.0, 3.5, 4.5, 5.5)):
         law = maximum_entropy(FACES, average)

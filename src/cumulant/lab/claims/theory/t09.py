@@ -1,4 +1,4 @@
-"""T9: the log-normalizer as evidence, and the bound that touches it at the tilted law."""
+"""T9: the log-normalizer as evidence, and the bound that is tight at the tilted law."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CLAIM = Claim(
     id="T9",
     title="The log-normalizer as evidence",
     evidence="identity",
-    statement="Seen as an unnormalized law, a joint has the log-evidence for its log-normalizer, "
-    "which the evidence lower bound reaches at the tilted law. With KL between unnormalized "
-    "measures the same problem ends in e^G, the sum of exponentials.",
+    statement="The log-normalizer of a joint density, read as an unnormalized law, is the "
+    "log-evidence; the evidence lower bound reaches it at the tilted law. With KL between "
+    "unnormalized measures the optimum is e^G, the sum of exponentials.",
     slips=(
         "The draft calls the log-normalizer the evidence lower bound. It is the log-evidence "
-        "itself; the ELBO of any q bounds it from below and reaches it at q = p_η alone.",
+        "itself; the ELBO of any q bounds it from below and reaches it only at q = p_η.",
     ),
     source="main draft, section 2.3",
     formula=r"G(\eta) \;\ge\; E_q \langle x, \eta\rangle - \operatorname{KL}(q \| h) \;=\; "
@@ -35,7 +35,7 @@ CLAIM = Claim(
     rules=table("""
       statement:
         elbo_excess ≤ 1e-12: how far the ELBO of any q exceeds G
-        touching_gap ≤ 1e-12: G less the ELBO at q = p_η
+        touching_gap ≤ 1e-12: G minus the ELBO at q = p_η
         shortfall_gap ≤ 1e-11: G − ELBO against KL(q‖p_η)
         evidence_gap ≤ 1e-10: log evidence against quadrature
         bayes_excess ≤ 1e-10: how far gamma laws q exceed that
@@ -43,8 +43,8 @@ CLAIM = Claim(
       noted:
         elbo_shortfall: nats by which the ELBO of a random q is below G, median
     """),
-    finding="No ELBO exceeds G, that of p_η meets it to rounding, and the rest is KL(q‖p_η) to "
-    "{shortfall_gap:.0e}. A random q stays {elbo_shortfall:.1f} nats below.",
+    finding="No ELBO exceeds G, that of p_η equals it to rounding, and the gap is KL(q‖p_η) to "
+    "{shortfall_gap:.0e}. A random q is {elbo_shortfall:.1f} nats below.",
     caption="The ELBO along a line of tilted laws, and of laws that keep half of h: it touches "
     "the log-normalizer where q = p_η, at t = 1, and lies below it by KL(q‖p_η) elsewhere.",
 )

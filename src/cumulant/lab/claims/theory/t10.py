@@ -19,7 +19,7 @@ CLAIM = Claim(
     title="KL is a Bregman divergence, twice",
     evidence="identity",
     statement="The KL between two tilted laws is the Bregman divergence of G between their "
-    "natural parameters and, with the order exchanged, that of G* between their means: natural "
+    "natural parameters and, in reverse order, that of G* between their means: natural "
     "parameter and expected statistic are dual descriptions of one law.",
     source="message passing draft, section 4; main draft, section 2.3",
     formula=r"\operatorname{KL}(p_\eta \| p_{\eta'}) = B_G(\eta', \eta) = B_{G^*}(\mu, \mu'), "

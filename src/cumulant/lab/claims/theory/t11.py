@@ -27,15 +27,15 @@ CLAIM = Claim(
     tests=("tests/laws/test_projection.py",),
     rules=table("""
       statement:
-        projection_gap ≤ 1e-6: log parameters against the least KL found
+        projection_gap ≤ 1e-6: log parameters against those of the least KL found
         moments_gap ≤ 1e-11: Gaussian projection against moments by quadrature
         excess ≥ 0.0001: KL lost by matching mean and variance
         prior_gap ≤ 1e-10: E[∇G] under conjugate priors against χ/ν
         update_gap ≤ 1e-11: gamma posterior of counts against Bayes' rule
     """),
-    finding="The projection is the least KL to {projection_gap:.0e}; mean and variance instead of "
-    "the family's own statistics lose {excess:.3f} nats. Under conjugate priors E[∇G] is χ/ν to "
-    "{prior_gap:.0e}.",
+    finding="The projection minimizes KL to {projection_gap:.0e}; matching mean and variance "
+    "instead of the family's own statistics loses {excess:.3f} nats. Under conjugate priors E[∇G] "
+    "is χ/ν to {prior_gap:.0e}.",
     caption="A mixture of two gamma laws and its M-projection, which matches E[x] and E[log x]. "
     "It has the least KL of all gamma laws; the one with the same mean and variance has more.",
 )

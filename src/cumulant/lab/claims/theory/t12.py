@@ -1,4 +1,4 @@
-"""T12: attention is an exponential family over keys; what masks, biases and sinks are in it."""
+"""T12: attention is an exponential family over keys; masks, biases and sinks as base measures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CLAIM = Claim(
     evidence="identity",
     statement="Softmax attention is an exponential family of the key with the query as natural "
     "parameter and a uniform measure over the keys. A bias shared by all queries changes that "
-    "measure, one by query gives each its own, and a sink is an atom at key 0.",
+    "measure, a bias per query gives each query its own, and a sink is an atom at key 0.",
     slips=(
         "Eq. (2) swaps W_q and W_k, so that as printed it normalizes over queries.",
-        "Eq. (3) writes log G: right with G the denominator, as the text after it says, but with "
-        "the G of the other drafts, the log-normalizer, it does not normalize.",
+        "Eq. (3) writes log G. That is correct if G is the denominator, as the text after it says, "
+        "but with G the log-normalizer, as in the other drafts, it does not normalize.",
     ),
     source="message passing draft, eq. (1) to (3)",
     formula=r"p(j \mid i) = \exp\left(\text{scale}\,\langle q_i, k_j\rangle + b_{ij} - G_i\right), "
@@ -36,15 +36,15 @@ CLAIM = Claim(
         corrected_gap ≤ 1e-11: output normalized over keys, against torch
         total_gap ≤ 1e-11: masses of the family over keys, less 1
         shared_bias_gap ≤ 1e-11: bias log c against a key counted c times
-        mask_gap ≤ 1e-11: mask by query against a measure for each
+        mask_gap ≤ 1e-11: mask per query against a measure per query
         sink_gap ≤ 1e-11: sink logit against an atom at key 0
         scale_gap ≤ 1e-11: scale against a shorter query
       noted:
-        drafted_gap: output by eq. (2) to the letter, against torch
+        drafted_gap: output by eq. (2) as printed, against torch
         log_g_total: total mass by eq. (3) with G the log-normalizer
     """),
     finding="Normalized over keys the output is torch's to {corrected_gap:.0e}; biases, masks and "
-    "sinks as base measures agree to {worst:.0e}. Eq. (2) to the letter would be off by up to "
+    "sinks as base measures agree to {worst:.0e}. Eq. (2) as printed would be off by up to "
     "{drafted_gap:.1f}.",
     caption="Left: weights of one token; eq. (2) as printed compares its key with all queries. "
     "Right: a sink logit takes mass from all keys, exactly as an atom of mass e^b at key 0 with "
@@ -74,7 +74,7 @@ def shared_bias_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def mask_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """A mask by query gives each query a measure of its own: the keys it sees, no others."""
+    """A mask per query gives each query its own measure: the keys it sees."""
     seen = trial.uniform(len(q), len(k)) < 0.5
     seen[:, 0] = True
     own = [
@@ -85,7 +85,7 @@ def mask_gap(trial: Trial, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs with a sink logit, which joins the softmax and is then thrown away, for each sink.
+    """Outputs per sink logit, which joins the softmax and is then discarded.
 
     First as a measure, an atom at key 0 with value 0; then written out.
     """

@@ -18,9 +18,9 @@ CLAIM = Claim(
     id="T13",
     title="Attention as parallel gradient ascent",
     evidence="identity",
-    statement="Weights aside, a self-attention sublayer with its residual is one step of gradient "
-    "ascent on the log-normalizer of the cloud, taken at every query in parallel while the "
-    "measure stands still. The field of all points together is not a gradient.",
+    statement="Without weight matrices, a self-attention sublayer with its residual is one step of "
+    "gradient ascent on the log-normalizer of the cloud, taken at every query in parallel with the "
+    "measure fixed. The joint field of all points is not a gradient.",
     source="exponential family draft, eq. (7) and the paragraph after it; abstract",
     formula=r"x_i \leftarrow x_i + \tau\, \nabla_{\eta}\, \frac{1}{\beta} G_X(\beta\eta)"
     r"\Big|_{\eta = x_i}, \qquad G_X(\eta) = \log \sum_j e^{\langle x_j, \eta \rangle}",
@@ -37,7 +37,7 @@ CLAIM = Claim(
             potential
     """),
     finding="The step is the gradient of β⁻¹G(βx) to {gradient_gap:.0e}, with the measure frozen. "
-    "The field of all points together is no gradient: its Jacobian is asymmetric by "
+    "The joint field of all points is not a gradient: its Jacobian is asymmetric by "
     "{joint_asymmetry:.0%}.",
     caption="Attention moves every point up the log-normalizer of the cloud as it was before the "
     "step (left, with level lines of G). G is convex, so each point rises by at least the "

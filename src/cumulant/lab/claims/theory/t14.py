@@ -1,4 +1,4 @@
-"""T14: attention moves the points of one cloud apart, if they see the same measure."""
+"""T14: attention moves the points of a cloud apart if they see the same measure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CLAIM = Claim(
     title="Expansion",
     evidence="identity",
     statement="The attention step moves points apart, and repeated it drives them to infinity. "
-    "(The draft ignores weights; this is read as being about sublayers as they are.)",
-    correction="It is true of two points under the same measure, since G is convex. It fails with "
+    "(The draft ignores weights; we read the claim as about actual sublayers.)",
+    correction="It holds for two points under the same measure, since G is convex. It fails with "
     "causal masks, with general weights (unless the value map is the score matrix), and between "
     "two configurations of the whole cloud.",
     source="abstract; exponential family draft, §3.1",
@@ -39,11 +39,11 @@ CLAIM = Claim(
         one_measure_ratio ≥ 0.999999999: least ratio of two points that see the same measure
         bound_share ≤ 1.000000001: largest ratio minus 1, as a share of τβ diam²/4
         tied_ratio ≥ 0.999999999: least ratio with weights whose value map is the score matrix
-        growth ≥ 1.9: growth in the last of 60 steps without contraction (2 at last: x ← x + x)
+        growth ≥ 1.9: growth in the last of 60 steps without contraction (limit 2: x ← x + x)
       control:
         step_gap ≤ 1e-11: library against the sublayer and the bound written out
     """),
-    finding="Points under one measure never come closer (least ratio {one_measure_ratio:.3f}). A "
+    finding="Points under one measure never move closer (least ratio {one_measure_ratio:.3f}). A "
     "causal mask lets the ratio fall to {causal_ratio:.2f}, general weights to "
     "{weights_ratio:.2f}, and two clouds can approach each other by a factor "
     "{configurations_ratio:.2f}.",

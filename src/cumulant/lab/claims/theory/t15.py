@@ -1,4 +1,4 @@
-"""T15: normalization pulls each token back to a sphere, and does nothing to the set as a whole."""
+"""T15: normalization pulls each token back to a sphere, but does not act on the set as a whole."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLAIM = Claim(
     statement="Attention's expansion is balanced by a contraction: projection to the sphere, or "
     "layer normalization, which turns the set of hidden states into a Gaussian with learned mean "
     "and diagonal covariance.",
-    correction="Layer normalization acts on each token, not on the set, and makes no Gaussian of "
-    "it. Like projection to the sphere it contracts only outside its own radius.",
+    correction="Layer normalization acts on each token, not on the set, and does not make the set "
+    "Gaussian. Like projection to the sphere, it contracts only outside its own radius.",
     source="abstract; exponential family draft, §3.1",
     formula=r"\sigma(D\,\mathrm{sphere}) = \frac{1}{\|x\|}, \qquad "
     r"\sigma(D\,\mathrm{layernorm}) = \frac{\sqrt{d}}{\|x - \bar{x}\|}",
@@ -32,7 +32,7 @@ CLAIM = Claim(
       statement:
         set_covariance_gap ≤ 0.1: median relative distance of the set's covariance from the learned
             diagonal one
-        rejected ≤ 0.15: share of Gaussian sets that a 5% test no longer takes for Gaussian
+        rejected ≤ 0.15: share of Gaussian sets that a 5% normality test rejects after layer norm
         inside_ratio ≤ 1: largest ratio of distances inside the radius
       correction:
         singular_gap ≤ 1e-9: singular values of sphere, RMS and layer norm against 1/‖x‖, √d/‖x‖,
@@ -43,14 +43,14 @@ CLAIM = Claim(
       control:
         false_alarms ≤ 0.25: share of the same sets that the test rejects before layer norm
     """),
-    finding="After layer norm a Gaussian set is Gaussian no more ({rejected:.0%} rejected), and "
-    "its covariance is off the learned one by {set_covariance_gap:.0%}. Per token the singular "
-    "values are √d/‖x−x̄‖: distances shrink outside the radius and grow inside, here by up to "
-    "{inside_ratio:.1f}.",
-    caption="Left: what the contractions do to small distances (dots) is their radius over the "
-    "distance from the center (lines), above 1 inside. Right: layer norm puts each token of a "
-    "Gaussian set on one ellipse around the learned mean; the set has neither the learned "
-    "covariance nor a Gaussian law.",
+    finding="After layer norm a Gaussian set is no longer Gaussian ({rejected:.0%} rejected), and "
+    "its covariance differs from the learned one by {set_covariance_gap:.0%}. Per token the "
+    "singular values are √d/‖x−x̄‖: distances shrink outside the radius and grow inside, here by "
+    "up to {inside_ratio:.1f}.",
+    caption="Left: the contractions scale small distances (dots) by their radius over the distance "
+    "from the center (lines), above 1 inside. Right: layer norm puts each token of a Gaussian set "
+    "on one ellipse around the learned mean; the set has neither the learned covariance nor a "
+    "Gaussian law.",
 )
 
 

@@ -1,4 +1,4 @@
-"""T16: a residual layer as a step of an ODE, a repeated one as a fixed point, a gate as a clock."""
+"""T16: a residual layer as an ODE step, a repeated one as a fixed point, a gate as a clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLAIM = Claim(
     id="T16",
     title="Layers as dynamics",
     evidence="identity",
-    statement="A residual layer is a discretized differential equation, the same layer repeated "
-    "is a fixed-point iteration whose gradient the implicit function theorem gives, and a gate is "
+    statement="A residual layer is a discretized differential equation; the same layer repeated is "
+    "a fixed-point iteration, with its gradient from the implicit function theorem; and a gate is "
     "a step size: a warp of time.",
     source="main draft, §2.2; exponential family draft, §3.1",
     formula=r"x_{t+\tau} = x_t + \tau f(x_t) \to \dot{x} = f(x), \qquad "
@@ -48,8 +48,8 @@ CLAIM = Claim(
         unit_error: distance from the flow of one layer of step 1
     """),
     finding="Residual layers of step τ approach the flow with order {order:.2f}, gated ones the "
-    "flow in each token's own time with order {gated_order:.2f}. Repeated, the layer ends in the "
-    "fixed point that the solver finds, with the same gradient to {gradient_gap:.0e}.",
+    "flow in each token's own time with order {gated_order:.2f}. Repeated, the layer converges to "
+    "the fixed point that the solver finds, with the same gradient to {gradient_gap:.0e}.",
     caption="Left: both the residual sublayer and the gated one are Euler steps; halving the step "
     "halves the error. Right: repeated, the sublayer is a fixed-point iteration, which a solver "
     "shortens.",
@@ -69,7 +69,7 @@ def exact(x: Tensor, patterns: Tensor | None, end: float) -> Tensor:
 
 
 def layered(x: Tensor, k: int, size: Any, **how: Any) -> Tensor:
-    """The states after k layers whose steps have this size in all."""
+    """The states after k layers with this total step size."""
     how = {"step_size": size / k, "every": k, "observables": {}, **HOW, **how}
     return dynamics.simulate(x, k, **how).final
 
@@ -99,7 +99,7 @@ def measure(trial: Trial) -> Found:
     steps = [16, 32, 64, 128] if trial.quick else [64, 128, 256, 512, 1024]
     true = exact(x, None, 1.0)
     errors = [float(linalg.vector_norm(layered(x, k, 1) - true)) for k in steps]
-    # A gate of its own for each token: with fixed patterns token i lives in the time g_i t.
+    # One gate per token: with fixed patterns token i runs in its own time g_i t.
     gate = 0.3 + 1.2 * trial.uniform(8, 1)
     own = torch.cat([exact(x[i : i + 1], patterns, float(gate[i])) for i in range(8)])
     warped = [

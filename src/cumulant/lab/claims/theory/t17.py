@@ -1,4 +1,4 @@
-"""T17: what is the fixed point of attention and normalization, and is it Gaussian?"""
+"""T17: the fixed point of attention and normalization, and whether it is Gaussian."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cumulant.lab.claims.measuring import gap, integrated, relative, standard_er
 
 ANSWER = (
     "The fixed point is not Gaussian in general.",
-    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance grows "
-    "without bound, in continuous time to infinity at a finite time, and, unless it is isotropic, "
-    "loses rank on the way; a finite cloud follows it for a while and then leaves it.",
+    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance grows without "
+    "bound (in continuous time it diverges at a finite time) and, unless it is isotropic, loses "
+    "rank on the way; a finite cloud follows it for a while and then departs.",
     "Projection to the sphere and layer normalization destroy the Gaussian in their first step; "
-    "whitening, an affine map of the whole cloud, keeps the law, yet finite clouds drift away from "
-    "it, and clouds that start elsewhere do not come to it.",
-    "What attention with a normalization of each token reaches is clustering: one point at high "
-    "temperature, at low temperature several clusters that live long.",
-    "The uniform law on the sphere is stationary as well, but the finite clouds run here leave it "
-    "for clusters.",
+    "whitening, an affine map of the whole cloud, preserves the law, yet finite clouds drift away "
+    "from it, and clouds that start elsewhere do not converge to it.",
+    "Attention with per-token normalization leads to clustering: a single point at high "
+    "temperature, several long-lived clusters at low temperature.",
+    "The uniform law on the sphere is stationary too, but the finite clouds simulated here leave "
+    "it for clusters.",
 )
 # Layer norm takes one dimension away, so it gets one more; all clouds are tested in the plane.
 KINDS: dict[str, tuple[dynamics.Contraction | None, int]] = {
@@ -52,9 +52,9 @@ CLAIM = Claim(
     formula=r"\mathcal{N}(m, \Sigma) \mapsto \mathcal{N}\left(2m + \Sigma m, "
     r"(I + \Sigma)\Sigma(I + \Sigma)\right), \qquad "
     r"\Sigma(t) = \left(\Sigma_0^{-1} - 2t I\right)^{-1}",
-    bounds="A 5% test rejects one Gaussian cloud in twenty; 0.15 leaves room for the few clouds of "
-    "a run, 0.25 for the control. A fixed point that attracts must bring other laws nearer: a "
-    "ratio below 1. A cloud of thousands follows its law to a tenth.",
+    bounds="A 5% test rejects one Gaussian cloud in twenty; 0.15 allows for the small number of "
+    "clouds per run, 0.25 for the control. An attracting fixed point must bring other laws closer: "
+    "a ratio below 1. A cloud of thousands of points follows its law to a tenth.",
     recorded="does not hold in general",
     tests=(
         "tests/laws/test_population.py",
@@ -67,33 +67,33 @@ CLAIM = Claim(
             look, after 1, 4, 8, 16 and 24 steps
         layer_norm_rejected ≤ 0.15: layer norm: the same
         whitening_rejected ≤ 0.15: whitening: share rejected at time 4.8
-        attraction ≤ 1: clouds of other laws, whitened: distance to a Gaussian at the end over that
-            at the start, least of four laws
+        attraction ≤ 1: clouds of other laws, whitened: final over initial distance to a Gaussian,
+            least of four laws
       control:
         false_alarms ≤ 0.25: share of the Gaussian clouds rejected before the first step
         law_gap ≤ 1e-6: Gaussian law of map and flow against closed form and scipy
         blow_up_gap ≤ 1e-9: blow-up time against 1/λmax of Σ^½(A+Aᵀ)Σ^½
         particles_gap ≤ 0.1: covariance of a cloud after two steps against the law's
         equiangular_gap ≤ 1e-6: cosine of equiangular points on the sphere against its equation
-        uniform_moved ≤ 1e-6: how far points spread evenly on the circle move: not at all
+        uniform_moved ≤ 1e-6: displacement of points spread evenly on the circle
         step_gap ≤ 1e-9: a step under each contraction against plain torch
       noted:
         unnormalized_rejected: no normalization: share rejected at time 4.8
-        heavy_tail_dip: at β = 4, the least such distance on the way: heavy tails are cut at first
+        heavy_tail_dip: at β = 4, the least such ratio on the way: heavy tails shrink at first
         clusters_hot: clusters of 48 points on the sphere at t = 30, β = 1
         clusters_cold: the same for β = 9
         second_variance: second variance over the largest at 0.99 of the blow-up time, from 0.8
     """),
-    finding="From the first step on {sphere_rejected:.0%} of Gaussian clouds of {fewest} to "
-    "{most} points are rejected as Gaussian on the sphere and {layer_norm_rejected:.0%} under "
-    "layer norm; under whitening {whitening_rejected:.0%} by t = 4.8. Other laws end at least "
-    "{attraction:.1f} times as far from a Gaussian as they began. Clusters left on the sphere: "
-    "{clusters_hot:.1f} at β = 1, {clusters_cold:.1f} at β = 9.",
-    caption="Left: Gaussian clouds of growing N; above the line at 1 they are told from "
-    "Gaussians. Sphere and layer norm lose the Gaussian at once, whitening and no normalization "
-    "in a few units of time, the larger clouds the more clearly. Middle: 48 points on the sphere, "
-    "seen from above, run into clusters (β = 9). Right: without normalization the law stays "
-    "Gaussian, but its smaller variances vanish beside the largest before it blows up.",
+    finding="From the first step on, a 5% test rejects {sphere_rejected:.0%} of Gaussian clouds of "
+    "{fewest} to {most} points on the sphere and {layer_norm_rejected:.0%} under layer norm; under "
+    "whitening {whitening_rejected:.0%} by t = 4.8. Other laws end at least {attraction:.1f} times "
+    "as far from a Gaussian as they started. Clusters left on the sphere: {clusters_hot:.1f} at β "
+    "= 1, {clusters_cold:.1f} at β = 9.",
+    caption="Left: Gaussian clouds of growing N; above the line at 1 the test rejects them. Sphere "
+    "and layer norm lose the Gaussian at once, whitening and no normalization within a few units "
+    "of time, larger clouds more clearly. Middle: 48 points on the sphere, seen from above, "
+    "collapse into clusters (β = 9). Right: without normalization the law stays Gaussian, but its "
+    "smaller variances become negligible against the largest before it blows up.",
     size=(10.5, 3.7),
 )
 
@@ -124,7 +124,7 @@ def decay(trial: Trial, n: int, clouds: int, draws: int) -> dict[str, tuple[Tens
 
 
 def estimate(samples: Tensor) -> tuple[float, float]:
-    """A share and its standard error; without exceptions, what one of them would make."""
+    """A share and its standard error; at 0 or 1, the error that one exception would give."""
     count = len(samples)
     return float(samples.mean()), max(float(samples.std()), 1 / count**0.5) / count**0.5
 

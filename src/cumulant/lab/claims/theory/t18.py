@@ -20,11 +20,12 @@ CLAIM = Claim(
     id="T18",
     title="Approximate Gibbs alternation",
     evidence="identity",
-    statement="Attention draws natural parameters given means, P(η|μ) ∝ exp⟨η, μ⟩, and takes "
-    "means given natural parameters: an alternation like Gibbs sampling, which has a stationary "
-    "law. With a linear link and the skip connection the normalizer blows up.",
-    correction="The draft drops −G(η), without which the conditional is not the posterior and the "
-    "stationary law is another. The blow-up is due to the skip connection, not to the linear link.",
+    statement="Attention draws natural parameters given means, P(η|μ) ∝ exp⟨η, μ⟩, and takes means "
+    "given natural parameters: an alternation like Gibbs sampling, with a stationary law. With a "
+    "linear link and the skip connection the normalizer blows up.",
+    correction="The draft drops −G(η); without it the conditional is not the posterior and the "
+    "stationary law is different. The blow-up comes from the skip connection, not from the linear "
+    "link.",
     source="message passing draft, §4.1 and eq. (15)",
     formula=r"P(\eta_i \mid \mu) \propto \rho_i\, e^{\langle \eta_i, \mu \rangle - G(\eta_i)}, "
     r"\qquad \mu = \operatorname{E}[x \mid \eta_i]",
@@ -42,15 +43,15 @@ CLAIM = Claim(
         skip_doublings ≥ 1: doublings of G a step for Gaussian h, whose linear link is exact, with
             the skip
       noted:
-        visited_gap: total variation between that law and where the alternation has been
+        visited_gap: total variation between that law and the states the alternation visited
         linear_reach: longest mean with a linear link alone, over the longest point: it stays inside
     """),
     finding="Dropping −G misses Bayes' rule by up to {drafted_gap:.2f} and shifts the stationary "
     "law by {shift:.2f} in total variation; with −G both are exact. The blow-up comes from the "
     "skip connection: a linear link alone stays inside the hull.",
-    caption="Left: the alternation visits the means by the stationary law that keeps −G; without "
-    "it the law is another. Right: G stays bounded with the exact link and with a linear one, and "
-    "grows without bound once the skip connection is added.",
+    caption="Left: the alternation visits the means according to the stationary law with −G; "
+    "without it the law is different. Right: G stays bounded with the exact link and with a linear "
+    "one, and grows without bound once the skip connection is added.",
 )
 
 
@@ -71,7 +72,7 @@ def invariant(transition: Tensor) -> Tensor:
 def moves_off(index: Tensor, exact: Tensor) -> Tensor:
     """Counts of moves against a transition, the worst in standard errors.
 
-    Slow chains need long to show their law; their single moves show the transition at once.
+    Slow chains take long to reveal their law; their single moves reveal the transition at once.
     """
     n = len(exact)
     before, after = index[:-1].flatten(), index[1:].flatten()

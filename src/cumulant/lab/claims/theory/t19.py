@@ -20,7 +20,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="The energy of the modern Hopfield network is minus the log-normalizer plus a "
     "quadratic term. It is never negative, attention over the patterns never raises it, and a "
-    "unit descent step on it is attention without skip connection.",
+    "unit descent step on it is attention without the skip connection.",
     source="abstract; proofs draft, section B; Ramsauer et al. (2021)",
     formula=r"E(\xi) = -\beta^{-1} G(\beta\xi) + \tfrac12 \|\xi\|^2 + \beta^{-1}\log N"
     r" + \tfrac12 M^2 \ge 0, \qquad \xi - \nabla E(\xi) = \operatorname{softmax}"
@@ -37,9 +37,9 @@ CLAIM = Claim(
       noted:
         rise_with_skip: share of states whose E a skip connection raises
     """),
-    finding="No update of {updates:,} raised E by more than rounding, and no energy was below "
-    "{lowest_energy:.2g}. A unit descent step is attention without skip to {descent_gap:.0e}; "
-    "with a skip connection E rises in {rise_with_skip:.0%} of the states.",
+    finding="None of {updates:,} updates raised E beyond rounding, and no energy was below "
+    "{lowest_energy:.2g}. A unit descent step is attention without skip to {descent_gap:.0e}; with "
+    "a skip connection E rises in {rise_with_skip:.0%} of the states.",
     caption="Five patterns on the plane (red) at β = 5: every path descends the energy into a "
     "minimum beside a pattern.",
 )

@@ -1,4 +1,4 @@
-"""T20: patterns that stay and patterns that move, under the same step."""
+"""T20: fixed patterns and moving patterns under the same step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CLAIM = Claim(
     id="T20",
     title="Fixed against changing patterns",
     evidence="simulation",
-    statement="In Hopfield networks and cross-attention the patterns are fixed, in self-attention "
+    statement="In Hopfield networks and cross-attention the patterns are fixed; in self-attention "
     "they are the changing hidden states. The step is the same, the dynamics are not.",
-    correction="The dynamics end apart only at intermediate β: hotter, the states run together "
-    "under both; colder, they stay with their patterns under both.",
+    correction="The outcomes differ only at intermediate β: at lower β the states collapse under "
+    "both dynamics, at higher β they stay at their patterns under both.",
     source="proofs draft, §B",
     formula=r"\xi \leftarrow X^{\top} \operatorname{softmax}(\beta X \xi), \; "
     r"X \; \mathrm{fixed}, \qquad \mathrm{against} \qquad "
@@ -33,33 +33,34 @@ CLAIM = Claim(
     rules=table("""
       statement:
         first_step_gap ≤ 1e-12: the two first steps from the same patterns, worst β
-        least_difference ≥ 0.3: share recalled with fixed patterns less that with changing ones,
+        least_difference ≥ 0.3: share recalled with fixed patterns minus that with changing ones,
             at the β where it is least
       correction:
         fixed_rise ≤ 1e-9: largest rise of the energy with fixed patterns, any β
         largest_difference ≥ 0.5: the difference in recall at the β where it is largest
-        hot_difference ≤ 0.1: the same at the least β, 0.3
+        hot_difference ≤ 0.1: the same at the smallest β, 0.3
         cold_difference ≤ 0.1: the same at the largest β, 2
       control:
         by_hand_gap ≤ 1e-9: both runs and their energies against plain torch, worst β
       noted:
-        region_low: least β at which fixed patterns recall 80% or more, changing ones half or less
+        region_low: smallest β at which fixed patterns recall ≥ 80% and changing ones ≤ 50%
         region_high: largest such β
         fixed_recalled: share of patterns recalled after 60 steps with fixed patterns, β = 0.7
         changing_recalled: the same with changing patterns
         changing_rise: largest rise of the energy with changing patterns, β = 0.7, least of the sets
     """),
     bounds="A difference of 0.3 in recall is over ten standard errors in a quick run: dynamics "
-    "that differ everywhere would reach it at every β. Two dynamics end alike if they differ by "
-    "less than a tenth, and apart if at some β one recalls at least half of the patterns more.",
+    "that differ everywhere would reach it at every β. Two outcomes count as equal if recall "
+    "differs by less than 0.1, and as different if at some β it differs by at least 0.5.",
     finding="The first step is the same. At β between {region_low:g} and {region_high:g} fixed "
     "patterns recall at least 80% of the noisy patterns and changing ones at most half "
     "({fixed_recalled:.0%} and {changing_recalled:.0%} at β = 0.7, where the energy of changing "
-    "patterns rises by {changing_rise:.2f} or more). At β = 0.3 and at β = 2 both end alike: hot, "
-    "all states run together; cold, all are recalled. With fixed patterns the energy never rises.",
+    "patterns rises by {changing_rise:.2f} or more). At β = 0.3 and at β = 2 both end the same "
+    "way: at 0.3 all states collapse, at 2 all patterns are recalled. With fixed patterns the "
+    "energy never rises.",
     caption="The same step from the same noisy patterns. Left: with fixed patterns each state "
     "descends one energy; with changing ones the energy moves under the states (β = 0.7). Right: "
-    "what is recalled after 60 steps against β; between the dotted lines the two differ.",
+    "share recalled after 60 steps against β; the two differ between the dotted lines.",
 )
 
 

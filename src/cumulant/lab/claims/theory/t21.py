@@ -1,4 +1,4 @@
-"""T21: how much a dense memory holds, how far one update can miss, and classes of heads."""
+"""T21: the capacity of a dense memory, the error of one update, and classes of heads."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CLAIM = Claim(
     formula=r"\|f(\xi) - x_i\| \le 2 (N-1) M \exp\left(-\beta\left(\Delta_i"
     r" - 2 M \|\xi - x_i\|\right)\right), \qquad"
     r" \Delta_i = \min_{j \ne i} \langle x_i, x_i - x_j \rangle",
-    bounds="Recall rates have a standard error of about 0.01: 0.05 is five of them. Capacity "
-    "that grew by a power of d would bring ever fewer bits a dimension; nearest-pattern lookup "
-    "with a tenth of the signs flipped brings 0.53 (1 less the binary entropy of 0.1), finite d "
-    "a little less: 0.45. The published constants have four decimals.",
+    bounds="Recall rates have a standard error of about 0.01, so 0.05 is five of them. If capacity "
+    "grew as a power of d, each dimension would add fewer and fewer bits; nearest-pattern lookup "
+    "with a tenth of the signs flipped adds 0.53 (1 minus the binary entropy of 0.1), slightly "
+    "less at finite d: 0.45. The published constants have four decimals.",
     recorded="holds",
     tests=("tests/laws/test_hopfield.py", "tests/memory/test_dense_memory.py"),
     rules=table("""
@@ -40,15 +40,15 @@ CLAIM = Claim(
         bound_gap ≤ 1e-11: relative error of the bound against its formula
         worst_ratio ≤ 1.000000001: largest error of one update over its bound
         recall_gap ≤ 0.05: largest error of the recall rate against the closed form
-        growth ≥ 0.45: bits of capacity that one more dimension brings
+        growth ≥ 0.45: bits of capacity that one more dimension adds
         published_gap ≤ 0.0001: the theorem's c against two published
         wrong_classes ≤ 0: counts or classes unlike sorting
       noted:
-        vacuous: share of bounds above 2M, which say nothing
+        vacuous: share of bounds above 2M, which are vacuous
     """),
-    finding="The bound was never exceeded, and {vacuous:.0%} of the bounds said nothing. Each "
-    "dimension more multiplies the number of random patterns that come back by {factor:.2f}.",
-    caption="Left: corrupted patterns of signs that come back, for growing numbers stored, on the "
+    finding="The bound was never exceeded; {vacuous:.0%} of the bounds were vacuous. Each "
+    "additional dimension multiplies the number of random patterns recalled by {factor:.2f}.",
+    caption="Left: share of corrupted sign patterns recalled as more are stored, against the "
     "closed form of nearest-pattern lookup; the curves move right by the same distance for each "
     "step in d. Right: errors of single updates stay below the bound.",
 )
@@ -67,7 +67,7 @@ def recalled(d: int, count: int) -> float:
 
 
 def measured(trial: Trial, d: int, count: int, asked: int) -> float:
-    """Share of patterns that one update of the library's memory gives back.
+    """Share of patterns that one update of the library's memory recalls.
 
     One update and a cosine of 0.99, as the closed form counts: later updates can still decide a
     tie, and a blend of two near patterns is not the pattern.

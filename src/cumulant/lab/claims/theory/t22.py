@@ -24,7 +24,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="The classical Hopfield network, with its patterns stored in the weights, is "
     "unnormalized linear attention followed by the sign; the dense network is exponential "
-    "attention. Perhaps the feed-forward layer is a classical Hopfield layer too.",
+    "attention. The feed-forward layer may be a classical Hopfield layer too.",
     correction="A feed-forward layer is an update of a Hopfield network only if its second "
     "weights are the transpose of the first; with an increasing activation it then descends the "
     "energy. With untied weights, as transformers have, it is not the gradient of any energy.",
@@ -43,21 +43,21 @@ CLAIM = Claim(
         tied_asymmetry ≤ 1e-12: asymmetry of a layer's Jacobian, relative, W₂ = W₁ᵀ
         tied_rise ≤ 1e-11: largest rise of E by a tied layer
       control:
-        wrong_units ≤ 0: units unlike sign(Wξ), W a matrix
+        wrong_units ≤ 0: units that differ from sign(Wξ), W a matrix
         linear_gap ≤ 1e-12: linear memory against linear attention
         classical_lost ≤ 0.2: classical recall at 0.3 d
-        dense_held ≥ 0.99: recall of the dense at 10 d
+        dense_held ≥ 0.99: dense recall at 10 d
       noted:
         untied_rises: share of untied updates that raise the energy of W₁
     """),
     finding="Classical and linear memory agree with a weight matrix. At 0.3 d patterns the "
     "classical network recalls {classical_lost:.0%}, the dense one at 10 d {dense_held:.0%}. A "
     "feed-forward layer with W₂ = W₁ᵀ descends an energy; with independent weights its Jacobian "
-    "has asymmetry {untied_asymmetry:.1f}, so it is no gradient, and {untied_rises:.0%} of its "
+    "has asymmetry {untied_asymmetry:.1f}, so it is not a gradient, and {untied_rises:.0%} of its "
     "updates raise the energy of W₁.",
     caption="Left: the classical network breaks down between 0.12 and 0.2 patterns per unit, the "
-    "dense one holds ten. Right: a feed-forward layer applied again and again descends the energy "
-    "of its first weights if the second are their transpose, and else does not.",
+    "dense one holds ten. Right: a feed-forward layer applied repeatedly descends the energy of "
+    "its first weights if the second are their transpose, and otherwise does not.",
 )
 
 

@@ -1,4 +1,4 @@
-"""T23: what the weight matrices of a real model do, which neither theory explains."""
+"""T23: the weight matrices of a real model, which neither theory explains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLAIM = Claim(
     title="What the weight matrices do",
     evidence="empirical",
     statement="Neither this theory nor that of Hopfield networks explains the weight matrices, "
-    "several heads or feed-forward layers; all that a model knows is in them. Queries and keys "
+    "multiple heads or feed-forward layers, which hold everything a model knows. Queries and keys "
     "may be less sensitive than values and outputs.",
     source="proofs draft, §B",
     formula=r"\frac{\lVert \operatorname{att}(x; W) - \operatorname{att}(x; I) \rVert}"
@@ -43,8 +43,8 @@ CLAIM = Claim(
     r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
     r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
     bounds="The model computes in single precision: 1e-4. Sensitivities are estimated from a few "
-    "random probes and perturbations, each good to about a tenth: 0.4. What the matrices do has no "
-    "bound, so nothing here decides the statement.",
+    "random probes and perturbations, each accurate to about a tenth: 0.4. No bound is set on what "
+    "the matrices do, so nothing here decides the statement.",
     recorded="open",
     tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
     needs=(*NEEDS, "pandas"),
@@ -52,7 +52,7 @@ CLAIM = Claim(
       control:
         lens_gap ≤ 0.0001: statistics by the lens and states rebuilt with the library's attention,
             against the model's own in eager mode
-        sensitivity_gap ≤ 0.4: sensitivity against weights that are really changed, relative
+        sensitivity_gap ≤ 0.4: sensitivity against actually perturbed weights, relative
       noted:
         query_key_identity: change of the attention output with W_q, W_k the identity, relative
         uniform_weights: the same with uniform weights
@@ -71,8 +71,8 @@ CLAIM = Claim(
     "for all heads by {one_head:.0%}, any multiple of the identity for W_v and W_o by "
     "{value_output_identity:.0%}. At its best temperature and gain the identity for W_q and W_k "
     "({query_key_fitted:.0%}) does no better than uniform weights with a gain "
-    "({uniform_fitted:.0%}). The model is {least:.1f} to {most:.1f} times as sensitive to W_v, "
-    "W_o as to W_q, W_k. None of this says what the matrices are for, so the question stays open.",
+    "({uniform_fitted:.0%}). The model is {least:.1f} to {most:.1f} times as sensitive to W_v, W_o "
+    "as to W_q, W_k. None of this explains what the matrices are for, so the question stays open.",
     caption="Left: how much of the attention output each block of MiniLM loses with one part "
     "replaced; a constant (dashed) loses less than most. Right: the model is more sensitive to "
     "value and output weights than to the others.",
@@ -91,7 +91,7 @@ def fitted_gain(replaced: Tensor, output: Tensor) -> float:
 
 
 def ablated(layer: Sublayer) -> dict[str, float]:
-    """How far the attention output moves if a part is left out; the block's for feed-forward."""
+    """Change of the attention output with one part removed; of the block for feed-forward."""
     block, x, scale = layer.block, layer.state, layer.scale
     dense = block.attention.output.dense
     query, key, value = layer.query, layer.key, layer.value

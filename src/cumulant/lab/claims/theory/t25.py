@@ -24,12 +24,12 @@ CLAIM = Claim(
     id="T25",
     title="Message passing with collapsed Gaussians",
     evidence="identity",
-    statement="In a switching linear-Gaussian model, messages that are collapsed by M-projection "
-    "pass on modes and states: GPB1 keeps one Gaussian, GPB2 one for each mode, and IMM mixes "
-    "before it moves.",
+    statement="In a switching linear-Gaussian model, messages collapsed by M-projection carry "
+    "modes and states: GPB1 keeps one Gaussian, GPB2 one per mode, and IMM mixes before it "
+    "predicts.",
     correction="The mixture for mode k has the weights P(k|i) πᵢ, not πᵢ as in eq. (8); with an "
     "observation its likelihood under each pair of modes enters these weights and the mode "
-    "message, where eq. (5) leaves it out.",
+    "message; eq. (5) omits it.",
     slips=("The last k modes, on which GPB(k) conditions, are A^(t−k+2:t+1), not A^(t−k:t+1).",),
     source="message passing draft, eqs. (5) to (8)",
     formula=r"P(A_t = i \mid A_{t+1} = k, o) \propto \pi_i \, P(k \mid i)\, L_{ik}(o), \qquad "
@@ -63,9 +63,9 @@ CLAIM = Claim(
     "{drafted_modes:.2f}; corrected, GPB2 agrees with enumeration over two steps. After {steps} "
     "steps it is off by {gpb2_error:.3f} rms, IMM by {imm_error:.3f}, GPB1 by {gpb1_error:.3f}, "
     "GPB(3) by {gpb3_error:.4f}; GPB(k) is exact up to step k.",
-    caption="Left: the probability of the second mode; without the likelihood it does not listen "
-    "to the observations. Right: what collapsing costs. GPB(k), which is exact for k steps, stays "
-    "the nearer to the enumeration of all paths the larger k is.",
+    caption="Left: the probability of the second mode; without the likelihood it ignores the "
+    "observations. Right: the cost of collapsing. GPB(k) is exact for k steps; the larger k, the "
+    "closer it stays to the enumeration of all paths.",
 )
 
 

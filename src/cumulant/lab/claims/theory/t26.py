@@ -1,4 +1,4 @@
-"""T26: which maps keep an exponential family, and collapsing by its own statistics."""
+"""T26: which maps preserve an exponential family, and collapsing by its own statistics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CLAIM = Claim(
     statement="The collapsed filter extends from Gaussians to mixtures of conjugate priors: "
     "states move by a linear map, the observation updates them by conjugacy, and the M-projection "
     "collapses them.",
-    correction="A change of variables gives the image of a law, but not a member of its family. "
-    "Closed are: Gaussians under affine maps, gammas under x → cx, betas under x → 1−x, Dirichlet "
-    "laws under permuting and merging. The collapse keeps the prior's own statistics, not mean "
-    "and variance.",
+    correction="A change of variables gives the image of a law, but in general not a member of its "
+    "family. These are closed: Gaussians under affine maps, gammas under x → cx, betas under x → "
+    "1−x, Dirichlet laws under permuting and merging. The collapse keeps the prior's own "
+    "statistics, not mean and variance.",
     source="message passing draft, §3.2, eqs. (9) and (10)",
     formula=r"\theta \leftarrow \theta + t(y), \qquad \log p(y) = A(\theta + t(y)) - A(\theta) + "
     r"\log b(y), \qquad \nabla A(\theta) = \sum_i p_i \nabla A(\theta_i)",
@@ -36,23 +36,23 @@ CLAIM = Claim(
     tests=("tests/filtering/test_conjugate_filter.py", "tests/laws/test_projection.py"),
     rules=table("""
       statement:
-        added_gammas ≤ 1e-8: KL of x₁ + x₂, gammas whose rates are as 1 to 4, from the nearest gamma
+        added_gammas ≤ 1e-8: KL of x₁ + x₂, gammas with rates in ratio 1 : 4, from the nearest gamma
         shrunk_beta ≤ 1e-8: KL of a beta times 0.6 from the nearest beta
       correction:
         closed_maps ≤ 1e-10: images of a gamma under x → cx and a beta under x → 1−x, against the
             change of variables
         projection ≤ 1e-8: KL of the collapsed gamma beyond the least that a search finds
-        moments_excess ≥ 0.01: how much farther in KL matching mean and variance ends
+        moments_excess ≥ 0.01: extra KL from matching mean and variance instead
         conjugate_evidence ≤ 1e-9: log p(y) of gamma–Poisson, gamma–exponential, beta–Bernoulli and
             of a switching filter, against quadrature
     """),
     finding="A sum of two gammas is {added_gammas:.4f} nats from the nearest gamma, a shrunk beta "
-    "{shrunk_beta:.3f} from the nearest beta, so linear maps do not keep these families. Where a "
-    "map does, and the collapse keeps E[x] and E[log x], the filter is exact up to the collapse; "
-    "matching mean and variance instead costs {moments_excess:.3f} nats.",
-    caption="Left: the sum of two gammas with rates as 1 to 4 is near a gamma, but none. Right: a "
-    "mixture of two gammas collapsed into one; keeping the family's own statistics ends nearer "
-    "than keeping mean and variance.",
+    "{shrunk_beta:.3f} from the nearest beta, so linear maps do not preserve these families. Where "
+    "a map does, and the collapse matches E[x] and E[log x], the filter is exact up to the "
+    "collapse; matching mean and variance instead costs {moments_excess:.3f} nats.",
+    caption="Left: the sum of two gammas with rates in ratio 1 : 4 is close to a gamma, but is not "
+    "one. Right: a mixture of two gammas collapsed into one; matching the family's own statistics "
+    "is closer than matching mean and variance.",
 )
 
 

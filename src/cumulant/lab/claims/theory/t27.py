@@ -28,9 +28,9 @@ CLAIM = Claim(
     "hidden states their expected statistics, the value matrix the linear transition. The modes "
     "are uniform and attention gives their transition.",
     correction="Eq. (12) normalizes over the previous index i, so it is IMM's mixing probability "
-    "P(i|j), not the transition P(j|i). Uniform modes fit doubly stochastic weights; in general π "
-    "is A's Perron vector, and π ∝ eᴳ where scores are symmetric.",
-    slips=("Eq. (12) prints a further factor σ̃ = 1/M, with which nothing sums to one.",),
+    "P(i|j), not the transition P(j|i). Uniform modes require doubly stochastic weights; in "
+    "general π is A's Perron vector, and π ∝ eᴳ if the scores are symmetric.",
+    slips=("Eq. (12) prints an extra factor σ̃ = 1/M; with it nothing sums to one.",),
     source="message passing draft, eqs. (12) to (14)",
     formula=r"p(i \mid j) = \frac{e^{\langle \mu_i, \eta_j\rangle}}{\sum_{i'} "
     r"e^{\langle \mu_{i'}, \eta_j\rangle}} = P(A_t = i \mid A_{t+1} = j), \qquad "
@@ -42,8 +42,8 @@ CLAIM = Claim(
       statement:
         row_sums ≤ 1e-9: how far Σⱼ P(j|i) is from one, by eq. (12)
         transition_gap ≤ 1e-9: filter with A for its transition and uniform modes, against attention
-        negative_mode ≤ 1e-9: depth below zero of the only next modes c that make uniform modes fit
-        uniform_residual ≤ 1e-9: what is left of A c = π for uniform π and the best c ≥ 0
+        negative_mode ≤ 1e-9: how negative the only c with A c uniform is
+        uniform_residual ≤ 1e-9: residual of A c = π for uniform π and the best c ≥ 0
       correction:
         mixing_gap ≤ 1e-10: attention as one IMM step with A for its mixing, against plain softmax
         perron_gap ≤ 1e-8: filter with A's Perron vector for modes, against attention and an
@@ -52,13 +52,13 @@ CLAIM = Claim(
             mean
         symmetric_gap ≤ 1e-10: symmetric scores: π against eᴳ, T against the transpose of A
     """),
-    finding="Read as a transition, A has rows that miss one by up to {row_sums:.2f}, and a filter "
-    "with it misses attention by {transition_gap:.2f}. For uniform modes the next ones would need "
-    "a probability of −{negative_mode:.2f}. As mixing probabilities, with the Perron vector or "
+    finding="Read as a transition, A has rows whose sums miss one by up to {row_sums:.2f}, and a "
+    "filter with it misses attention by {transition_gap:.2f}. Uniform modes would need a next mode "
+    "with probability −{negative_mode:.2f}. As mixing probabilities, with the Perron vector or "
     "doubly stochastic weights, the filter is attention to rounding.",
-    caption="Left: for modes that are uniform now, eq. (12) needs next modes of negative "
-    "probability; the Perron vector of A needs none. Right: with symmetric scores that vector is "
-    "e to the G, with general ones it is not.",
+    caption="Left: for uniform current modes, eq. (12) needs next modes of negative probability; "
+    "the Perron vector of A needs none. Right: with symmetric scores that vector is e to the G; "
+    "with general scores it is not.",
 )
 
 

@@ -20,9 +20,9 @@ CLAIM = Claim(
     id="T28",
     title="Attention that carries covariance",
     evidence="identity",
-    statement="A filter passes on covariances as well as means, and so can attention: by the law "
-    "of total covariance over the keys, with the mean that of ordinary attention. Through a "
-    "residual the cross-covariance of token and output enters too.",
+    statement="A filter propagates covariances as well as means, and so can attention: by the law "
+    "of total covariance over the keys, with the mean of ordinary attention. Through a residual "
+    "the cross-covariance of token and output enters too.",
     source="beyond the message passing draft, from its eqs. (7), (8) and (14)",
     formula=r"\Sigma_j' = \sum_i p(i \mid j) \left( W \Sigma_i W^\top + Q + (m_i - \bar m_j)"
     r"(m_i - \bar m_j)^\top \right), \qquad m_i = W \mu_i",
@@ -33,15 +33,15 @@ CLAIM = Claim(
         mean_gap ≤ 1e-12: mean of the layer, against torch's attention
         covariance_gap ≤ 1e-11: covariance of one head, against the law of total covariance in loops
         sampled_gap ≤ 0.03: covariance of two heads with residual, against draws, relative
-        without_cross ≥ 0.05: relative error if token and output count as independent
-        without_spread ≥ 0.05: relative error if the disagreement of the keys is left out
+        without_cross ≥ 0.05: relative error if token and output are treated as independent
+        without_spread ≥ 0.05: relative error without the disagreement of the keys
     """),
     finding="The mean is torch's attention to {mean_gap:.0e}, the covariance agrees with {runs} × "
-    "{count:,} draws to {sampled_gap:.1%}. Without the cross-covariance of token and output the "
-    "residual's is off by {without_cross:.0%}.",
+    "{count:,} draws to {sampled_gap:.1%}. Without the cross-covariance of token and output, the "
+    "covariance through the residual is off by {without_cross:.0%}.",
     caption="Left: tokens with one standard deviation, before and after a layer with residual. "
-    "Right: every entry of the covariance against draws; without the cross-covariance of token "
-    "and output they miss.",
+    "Right: every entry of the covariance against draws; without the cross-covariance of token and "
+    "output the entries miss.",
 )
 
 

@@ -1,4 +1,4 @@
-"""T29: whether the trained queries and keys approximate the canonical link by a linear map."""
+"""T29: whether trained queries and keys are a linear approximation of the canonical link."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CLAIM = Claim(
     statement="The query and key matrices provide a linear approximation of the canonical link, "
     "which takes the expected statistic of a token to its natural parameter.",
     slips=("Eq. (15) writes f(η) for f(μ): the link takes means to natural parameters.",),
-    bounds="The link exists only inside the hull of the keys, so it is taken at attention outputs. "
-    "A map counts as the link's approximation if the trained weights explain at least half of the "
-    "variance (R² 0.5) more than queries that were never trained for these keys; it is refuted if "
-    "they explain no more than those.",
+    bounds="The link exists only inside the hull of the keys, so it is evaluated at attention "
+    "outputs. The trained map counts as an approximation of the link if its R² exceeds by at least "
+    "0.5 that of queries never trained for these keys; the claim is refuted if it explains no more "
+    "than those.",
     source="message passing draft, eq. (15)",
     formula=r"\eta_i = f(\mu_i) = (\nabla G)^{-1}(\mu_i) \approx \mu_i W_q W_k^\top",
     recorded="open",
@@ -35,8 +35,8 @@ CLAIM = Claim(
     needs=NEEDS,
     rules=table("""
       statement:
-        trained_excess ≥ 0.5 (refuted at 0): R² of the map that the trained weights make, beyond
-            that of random queries and of another head's, medians over heads
+        trained_excess ≥ 0.5 (refuted at 0): R² of the trained map, beyond that of random queries
+            and of another head's, medians over heads
       control:
         gaussian_link ≤ 1e-10: the link of a Gaussian against Σ⁻¹(μ − m)
         query_link ≤ 1e-7: the link solved at outputs of a real head, and at smoothed ones, against
@@ -50,13 +50,13 @@ CLAIM = Claim(
     """),
     finding="In {heads} heads of MiniLM the trained map explains R² = {trained_map:.2f} of the "
     "link (median; {tokens} tokens), {trained_excess:.2f} more than random queries or another "
-    "head's: more than nothing, too little to decide. The best affine map explains "
-    "{affine_map:.2f}, which says little: other queries give {affine_null:.2f}, and it is "
-    "{half:.2f} with {fewer} tokens and rising with the number of tokens.",
-    caption="Every head of MiniLM: how much of the true link an affine map of the mean explains "
-    "at its best, and as trained. Dashed: medians with random queries or another head's, the "
-    "better of the two. An affine map fits those as well; the trained weights do a little better "
-    "than they, but not in the last block.",
+    "head's: above zero, but too little to decide. The best affine map explains {affine_map:.2f}, "
+    "which says little: other queries give {affine_null:.2f}, and it is {half:.2f} with {fewer} "
+    "tokens and rises with their number.",
+    caption="Every head of MiniLM: how much of the true link an affine map of the mean explains at "
+    "its best, and as trained. Dashed: medians with random queries or another head's, the better "
+    "of the two. An affine map fits those equally well; the trained weights do slightly better "
+    "than they do, except in the last block.",
     size=(7.0, 3.2),
 )
 
@@ -124,7 +124,7 @@ def random_queries(layer: Sublayer, trial: Trial) -> Tensor:
 
 
 def flat(columns: list[Tensor]) -> Tensor:
-    """All heads; those without a figure are left out."""
+    """All heads, skipping those without a figure."""
     x = torch.cat(columns)
     return x[x.isfinite()]
 

@@ -1,4 +1,4 @@
-"""T30: cross-attention with its residual can be run backwards, by a proximal map."""
+"""T30: cross-attention with its residual can be inverted, by a proximal map."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ CLAIM = Claim(
     rules=table("""
       statement:
         round_trip ≤ 1e-6: step, then its inverse: distance from the start
-        onto_gap ≤ 1e-5: points anywhere: the inverse put into the sublayer written out
+        onto_gap ≤ 1e-5: arbitrary points: the explicit sublayer applied to the inverse
         proximal_gap ≤ 0.0001: the inverse against scipy's minimum of the proximal problem
-        lipschitz ≤ 1.000000001: largest ratio of distances on the way back
+        lipschitz ≤ 1.000000001: largest ratio of distances under the inverse
         firmness ≥ -1e-9: least ⟨Δx,Δy⟩ − ‖Δx‖², relative: firmly nonexpansive, as resolvents are
       noted:
         undamped_failed: share of points where undamped Newton fails
-        self_attention_small: share of clouds N(0, I) for which self-attention could be undone
-        self_attention_large: the same for clouds eight times as large: nothing promises an inverse
+        self_attention_small: share of clouds N(0, I) for which self-attention could be inverted
+        self_attention_large: the same for clouds eight times as large: no inverse is guaranteed
     """),
-    finding="Every output has one input, found to {onto_gap:.0e}; going back never stretches a "
-    "distance (largest ratio {lipschitz:.3f}). Undamped Newton fails for {undamped_failed:.0%} of "
-    "the points. Self-attention has no such promise: it could be undone for "
-    "{self_attention_small:.0%} of small clouds and {self_attention_large:.0%} of large ones.",
+    finding="Every output has exactly one input, found to {onto_gap:.0e}; the inverse never "
+    "stretches a distance (largest ratio {lipschitz:.3f}). Undamped Newton fails for "
+    "{undamped_failed:.0%} of the points. Self-attention has no such guarantee: it could be "
+    "inverted for {self_attention_small:.0%} of small clouds and {self_attention_large:.0%} of "
+    "large ones.",
     caption="A square grid of outputs of a cross-attention sublayer with three patterns (stars) "
-    "and the inputs they came from: the way back is a map of the whole plane that brings no two "
+    "and the inputs they came from: the inverse is a map of the whole plane that moves no two "
     "points farther apart.",
 )
 

@@ -1,4 +1,4 @@
-"""T32: mean-field equations of vector spins, and attention as one case of their map."""
+"""T32: mean-field equations of vector spins, and attention as a special case."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ CLAIM = Claim(
     title="Mean field of vector spins",
     evidence="identity",
     statement="Vector spins with symmetric couplings have the mean-field equations m = ∇G(Jm + "
-    "field), the same map as attention with the sites' own G. Attention is the case of Gaussian "
-    "sites with J the softmax of the states, which is not symmetric, so that there is no "
-    "Hamiltonian.",
+    "field), the same map as attention with each site's own G. Attention is the case of Gaussian "
+    "sites with J the softmax of the states, which is not symmetric, so there is no Hamiltonian.",
     source="proofs draft, §B, end, after McBal's mean-field reading of transformers",
     formula=r"m_i = \nabla G_{h_i}\left(\sum_j J_{ij} m_j + b_i\right), \qquad "
     r"\nabla G_{\mathrm{sphere}}(\eta) = A_d(\|\eta\|) \frac{\eta}{\|\eta\|}",
@@ -46,9 +45,9 @@ CLAIM = Claim(
     finding="The equations m = ∇G(Jm + field) are solved to {sphere_gap:.0e} of the Bessel "
     "functions, and attention is their map for Gaussian sites to {attention_gap:.0e}. Its "
     "couplings are asymmetric by {asymmetry:.0%}, so it has no such free energy.",
-    caption="Spins on a sphere in d dimensions that are all coupled alike: the library's "
-    "solutions (markers) on the curves of m = A_d(Jm). Order sets in at a coupling of d (ticks on "
-    "the axis).",
+    caption="Spins on a sphere in d dimensions, all coupled equally: the library's solutions "
+    "(markers) on the curves of m = A_d(Jm). Order sets in at a coupling of d (ticks on the "
+    "axis).",
 )
 
 DIMENSIONS = (1, 2, 3, 5)

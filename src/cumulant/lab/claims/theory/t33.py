@@ -36,13 +36,14 @@ CLAIM = Claim(
         moments ≤ 5: error of Gibbs moments, in s.e.
         hidden_law ≤ 30: Pearson's χ² of the hidden unit, 3 d.o.f.
       noted:
-        unweighted: errors of means if all patterns weighed the same
+        unweighted: error of the means if all patterns had equal weight
     """),
     finding="exp(−βE) is the mixture to {density_gap:.0e} and the update its EM step to "
     "{em_gap:.0e}. The moments of {chains:,} Gibbs chains lie within {moments:.1f} standard "
     "errors of the exact ones.",
     caption="Left: states drawn by block Gibbs over the contours of the mixture, patterns in red. "
-    "Right: their first coordinate, the mixture's density and exp(−βE) are one curve.",
+    "Right: the histogram of their first coordinate follows the mixture's density, which is "
+    "exp(−βE).",
 )
 
 
