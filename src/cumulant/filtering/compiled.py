@@ -24,7 +24,7 @@ from cumulant.filtering.native.calls import Plan
 from cumulant.filtering.recursion import Belief, Beliefs, Run, Scheme, steps
 from cumulant.kernels.engines import compiled
 
-__all__ = ["run_compiled", "takes", "total_compiled"]
+__all__ = ["problem_of", "run_compiled", "takes", "total_compiled"]
 
 # Beyond this, torch's products of matrices are quicker than plain loops.
 MOST_SIZE = 16
@@ -63,7 +63,7 @@ def run_compiled(bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: b
 
     None where an observation has no density, or covariances lose the digits that roots keep.
     """
-    plan, given, batch = _problem(bank, scheme, belief, alike, total_only=False)
+    plan, given, batch = problem_of(bank, scheme, belief, alike, total_only=False)
     digits, totals, predicted, *beliefs = _Found.apply(plan, *given)
     if not _good(digits, totals):
         return None
@@ -77,7 +77,7 @@ def total_compiled(
     bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: bool
 ) -> Tensor | None:
     """log p(observations), ``(*batch,)``; None as in `run_compiled`."""
-    plan, given, batch = _problem(bank, scheme, belief, alike, total_only=True)
+    plan, given, batch = problem_of(bank, scheme, belief, alike, total_only=True)
     digits, totals = _Found.apply(plan, *given)
     return totals[:, 0].reshape(batch).to(bank.dtype) if _good(digits, totals) else None
 
@@ -87,7 +87,7 @@ def _good(digits: Tensor, totals: Tensor) -> bool:
     return bool((digits.sum() == len(digits)) & totals.detach().sum().isfinite())
 
 
-def _problem(
+def problem_of(
     bank: GaussianBank, scheme: Scheme, belief: Belief, alike: bool, *, total_only: bool
 ) -> tuple[Plan, list[Tensor], torch.Size]:
     """The plan, what is given as contiguous arrays of doubles, and the shape of the batch."""

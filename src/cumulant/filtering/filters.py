@@ -147,11 +147,20 @@ def run(
 
 
 def log_likelihood(
-    model: SwitchingLinearGaussian, observations: Tensor, inputs: Tensor | None, scheme: Scheme
+    model: SwitchingLinearGaussian,
+    observations: Tensor,
+    inputs: Tensor | None,
+    scheme: Scheme,
+    *,
+    alike: bool | None = None,
 ) -> Tensor:
-    """log p(observations), ``(*batch,)``, of input that has been checked."""
+    """log p(observations), ``(*batch,)``, of input that has been checked.
+
+    `alike` says whether all modes begin with the same message; by default, the model does.
+    """
     bank = GaussianBank(model, observations, inputs)
-    belief, alike = bank.start()
+    belief, same = bank.start()
+    alike = same if alike is None else alike
     if takes(bank, belief):
         fits(scheme, belief, observations.shape[-2])
         found = total_compiled(bank, scheme, belief, alike=alike)

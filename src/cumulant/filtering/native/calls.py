@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -66,17 +66,23 @@ def _kernel(name: str) -> Kernel:
     return library().kernel(name)
 
 
+@lru_cache(64)
+def _histories(counts: tuple[int, ...]) -> array[int]:
+    """With an address that stays while it is in use."""
+    return array("q", counts)
+
+
 def _words(arrays: Arrays, count: int, changing: int) -> list[int]:
     """Address, stride of series, stride of steps; the first `changing` have a dimension of time."""
     out: list[int] = []
-    for k in range(count):
-        x = arrays[k] if k < len(arrays) else None
+    for k, x in enumerate(arrays):
         if x is None:
             out += (0, 0, 0)
             continue
-        step = x.stride(1) if k < changing and x.shape[1] > 1 else 0
-        out += (x.data_ptr(), x.stride(0) if x.shape[0] > 1 else 0, step)
-    return out
+        shape, stride = x.shape, x.stride()
+        step = stride[1] if k < changing and shape[1] > 1 else 0
+        out += (x.data_ptr(), stride[0] if shape[0] > 1 else 0, step)
+    return out + [0] * (3 * (count - len(arrays)))
 
 
 def _run(
@@ -91,10 +97,9 @@ def _run(
     to: Arrays = (),
     to_along: Arrays = (),
 ) -> None:
-    histories = array("q", plan.histories)
     words = [plan.modes, plan.states, plan.observed, plan.steps, plan.series]
     words += (torch.get_num_threads(), plan.mixes, plan.joins, plan.alike)
-    words.append(histories.buffer_info()[0])
+    words.append(_histories(plan.histories).buffer_info()[0])
     g, f = len(GIVEN), len(FOUND)
     groups = (
         *((given, g, STEPS), (along, g, STEPS), (found, f, 1), (found_along, f, 1), (seeds, f, 1)),

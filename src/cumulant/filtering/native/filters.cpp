@@ -97,7 +97,7 @@ template <class S, class N> static void backward_pass(const Task& z, const Place
     report(z, at, begin, trail[t]);
     seed(z.seed[PREDICTED], at, t * z.M, predicted, z.M);
     seed(z.seed[TOTALS], at, z.seed[TOTALS].step ? t : 0, &total, 1);
-    recursion.forward(t, trail[t], trail[t + 1]);  // the same once more, for what lies in between
+    recursion.recall(t, trail[t], trail[t + 1]);
     recursion.backward(t, trail[t], trail[t + 1], next, total, predicted, now);
     std::swap(now, next);
   }
@@ -129,7 +129,8 @@ static void read(Task& z, const int64_t* w) {
 
 // Few states are known to the compiler; one series alone runs on doubles, several in lanes.
 #define EVERY_SIZE(pass, S)                     \
-  z.n == 1   ? all<S>(z, pass<S, Fixed<1>>)     \
+  z.n == 0   ? all<S>(z, pass<S, Fixed<0>>)     \
+  : z.n == 1 ? all<S>(z, pass<S, Fixed<1>>)     \
   : z.n == 2 ? all<S>(z, pass<S, Fixed<2>>)     \
   : z.n == 3 ? all<S>(z, pass<S, Fixed<3>>)     \
   : z.n == 4 ? all<S>(z, pass<S, Fixed<4>>)     \

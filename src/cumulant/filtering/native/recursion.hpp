@@ -10,6 +10,9 @@ namespace filtering {
 enum Given { TRANSITION, DYNAMICS, DYNAMICS_OFFSET, DYNAMICS_NOISE, EMISSION, EMISSION_OFFSET, EMISSION_NOISE, VALUES, WEIGHTS, MEANS, COVARIANCES, GIVENS };
 enum Found { TOTALS, PREDICTED, FOUND_WEIGHTS, FOUND_MEANS, FOUND_COVARIANCES, DIGITS, FOUNDS };
 
+// Up to here a gradient keeps what lies between beliefs; beyond, it is computed twice.
+constexpr int64_t MOST_BYTES = int64_t(2) << 20;
+
 struct Task {
   int M, n, p;
   int64_t steps, series, threads;
@@ -26,15 +29,31 @@ struct Task {
 
 template <class S> struct Belief { int64_t G; S *weights, *means, *covariances; };
 
-template <class S, class N> class Recursion {
+// What lies between two beliefs: weights and messages of the branches.
+template <class S> struct Between {
+  S *seen, *joint, *predicted, *shares, *mixed_mean, *mixed_covariance, *weights, *kept_mean, *kept_covariance;
+  Passage<S>* passages;
+};
+
+template <class S, class N> class Recursion : Between<S> {
+  using Between<S>::seen;
+  using Between<S>::joint;
+  using Between<S>::predicted;
+  using Between<S>::shares;
+  using Between<S>::mixed_mean;
+  using Between<S>::mixed_covariance;
+  using Between<S>::weights;
+  using Between<S>::kept_mean;
+  using Between<S>::kept_covariance;
+  using Between<S>::passages;
   const Task& z;
   const Place at;
   Arena& arena;
   const int M;
   const N n;
   const int p, nn;
-  S *now[WEIGHTS], *seen, *joint, *predicted, *shares, *mixed_mean, *mixed_covariance, *weights, *kept_mean, *kept_covariance, *scratch, *space;
-  Passage<S>* passages;
+  S *now[WEIGHTS], *scratch;
+  Between<S>* steps = nullptr;  // one for each step, if there is room
   bool complete = true;
   int64_t H = 1;  // histories that branch
   using Store = Memory<S>;
@@ -77,14 +96,12 @@ template <class S, class N> class Recursion {
     for (int64_t t = 0; t <= z.steps; t++) most = std::max(most, z.histories[t]);
     const int64_t pairs = branches * M;
     for (int k = 0; k < WEIGHTS; k++) now[k] = take(z.entries(k));
-    seen = take(p), joint = take(most * M), predicted = take(M), shares = take(std::max(most * M, pairs));
-    mixed_mean = take(int64_t(M) * n), mixed_covariance = take(int64_t(M) * nn), weights = take(pairs);
-    kept_mean = take(pairs * n), kept_covariance = take(pairs * nn);
+    const int64_t size = pairs * (Passage<S>::size(n, p) + 1 + n + nn) + 2 * most * M + M * (1 + n + nn) + p;
+    if (adjoint && z.steps * size * int64_t(sizeof(S)) <= MOST_BYTES) {
+      steps = arena.take<Between<S>>(z.steps);
+      for (int64_t t = 0; t < z.steps; t++) steps[t] = between(most, pairs);
+    } else (Between<S>&)*this = between(most, pairs);
     scratch = take(most * M + 4 * nn + 3 * p * p + 3 * p * n + 4 * n + 2 * p);
-    passages = arena.take<Passage<S>>(pairs);
-    const int64_t size = Passage<S>::size(n, p);
-    space = take(pairs * size);
-    for (int64_t k = 0; k < pairs; k++) passages[k].place(space + k * size, n, p);
     if (!adjoint) return;
     for (int k = 0; k < WEIGHTS; k++) zero(bar[k] = take(z.entries(k)), z.entries(k));
     weights_bar = take(pairs), joint_bar = take(most * M), mean_bar = take(pairs * n), covariance_bar = take(pairs * nn);
@@ -98,12 +115,16 @@ template <class S, class N> class Recursion {
     for (int64_t i = 0; i < count * nn; i++) out.covariances[i] = Store::load(z.given[COVARIANCES], z.along[COVARIANCES], at, i);
   }
 
+  // Back to what lay between the beliefs around step t: kept, or computed once more.
+  void recall(int64_t t, const Belief<S>& in, const Belief<S>& out) {
+    if (steps) begin(t, in);
+    else forward(t, in, out);
+  }
   // One step; returns log p(y_t | past).
   S forward(int64_t t, const Belief<S>& in, const Belief<S>& out) {
-    read(t);
+    begin(t, in);
     const int64_t waiting = in.G * M;
     const bool alike = first_alike(t), one = z.mixes || alike;
-    H = one ? 1 : waiting;
     for (int64_t h = 0; h < waiting; h++)
       for (int j = 0; j < M; j++) joint[h * M + j] = in.weights[h] + now[TRANSITION][h % M * M + j];
     for (int j = 0; j < M; j++) {
@@ -176,6 +197,22 @@ template <class S, class N> class Recursion {
   }
 
  private:
+  void begin(int64_t t, const Belief<S>& in) {
+    if (steps) (Between<S>&)*this = steps[t];
+    read(t);
+    H = z.mixes || first_alike(t) ? 1 : in.G * M;
+  }
+  Between<S> between(int64_t most, int64_t pairs) {
+    Between<S> x;
+    x.seen = take(p), x.joint = take(most * M), x.predicted = take(M), x.shares = take(std::max(most * M, pairs));
+    x.mixed_mean = take(int64_t(M) * n), x.mixed_covariance = take(int64_t(M) * nn), x.weights = take(pairs);
+    x.kept_mean = take(pairs * n), x.kept_covariance = take(pairs * nn);
+    x.passages = arena.take<Passage<S>>(pairs);
+    const int64_t size = Passage<S>::size(n, p);
+    S* space = take(pairs * size);
+    for (int64_t k = 0; k < pairs; k++) x.passages[k].place(space + k * size, n, p);
+    return x;
+  }
   const S* before_mean(const Belief<S>& in, int64_t t, int64_t h, int j) const {
     return first_alike(t) ? in.means : z.mixes ? mixed_mean + j * n : in.means + h * n;
   }
