@@ -10,7 +10,8 @@ forward mode and the transforms of torch.func.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,17 @@ def run_compiled(bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: b
     totals, predicted = (
         x.reshape(*batch, *x.shape[1:]).to(bank.dtype) for x in (totals, predicted)
     )
-    return Run(Beliefs(_pieces(plan, beliefs, batch, bank.dtype)), (totals,), (predicted,))
+    pieces = _pieces(plan, beliefs, batch, bank.dtype)
+    source = None if totals.requires_grad else partial(_moments, plan, given, beliefs, batch)
+    return Run(Beliefs(pieces, source), (totals,), (predicted,))
+
+
+def _moments(
+    plan: Plan, given: Sequence[Tensor], beliefs: Sequence[Tensor], batch: torch.Size
+) -> dict[str, Tensor]:
+    """Moments over all modes and histories, ``(*batch, T, ...)``."""
+    found = calls.moments(plan, given, beliefs)
+    return {name: x.reshape(*batch, *x.shape[1:]) for name, x in found.items()}
 
 
 def total_compiled(
@@ -135,20 +146,22 @@ def _pieces(
 ) -> list[Belief]:
     """Runs of beliefs with as many histories."""
     out: list[Belief] = []
-    begin, sizes, M = 0, plan.histories, plan.modes
-    t = 0
-    while t < len(sizes):
-        G, first = sizes[t], t
-        while t < len(sizes) and sizes[t] == G:
-            t += 1
-        count = (t - first) * G * M
+    begin, M = 0, plan.modes
+    for G, steps in _runs(plan.histories):
+        count = steps * G * M
         parts = [
-            x.narrow(1, begin, count).reshape(*batch, t - first, G, M, *x.shape[2:]).to(dtype)
+            x.narrow(1, begin, count).reshape(*batch, steps, G, M, *x.shape[2:]).to(dtype)
             for x in beliefs
         ]
         out.append(Belief(parts[0], tuple(parts[1:])))
         begin += count
     return out
+
+
+@cache
+def _runs(histories: tuple[int, ...]) -> list[tuple[int, int]]:
+    """How many histories, and for how many beliefs in a row."""
+    return [(G, len(list(same))) for G, same in groupby(histories)]
 
 
 def _like(total: Tensor | None, given: Tensor) -> Tensor | None:

@@ -101,6 +101,15 @@ def flat(belief: Belief) -> Belief:
     )
 
 
+def _only(x: Tensor, histories: int, otherwise: Callable[[Tensor], Tensor]) -> Tensor:
+    """x of the only history, or what is made of several."""
+    return x.squeeze(histories) if x.shape[histories] == 1 else otherwise(x)
+
+
+def _given(belief: Belief) -> tuple[Tensor, Tensor, Tensor]:
+    return (belief.log_weights, *belief.message[:2])
+
+
 @dataclass(frozen=True, eq=False)
 class Filtered(Lazy):
     """What every posterior has: beliefs about modes and states after each step."""
@@ -186,7 +195,7 @@ class Filtered(Lazy):
 
     @kept
     def mode_probabilities(self) -> Tensor:
-        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
+        return self._each(lambda b: _only(b.log_weights, -2, lambda w: w.logsumexp(-2)).exp())
 
     @kept
     def predicted_mode_probabilities(self) -> Tensor:
@@ -194,12 +203,18 @@ class Filtered(Lazy):
 
     @kept
     def mode_means(self) -> Tensor:
-        return self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[0].squeeze(-3))
+        return self._each(
+            lambda b: _only(b.message[0], -3, lambda _: moments.collapse(*_given(b))[0].squeeze(-3))
+        )
 
     @kept
     def mode_covariances(self) -> Tensor:
         return moments.symmetric(
-            self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[1].squeeze(-4))
+            self._each(
+                lambda b: _only(
+                    b.message[1], -4, lambda _: moments.collapse(*_given(b))[1].squeeze(-4)
+                )
+            )
         )
 
     @kept
@@ -306,9 +321,28 @@ class Posterior(Filtered):
         return out
 
     def _from_predicted(self, part: int, observed: bool) -> Tensor:
+        if self._summary is not None:
+            what = "observation" if observed else "predicted"
+            return self._summary[f"{what}_{('mean', 'covariance')[part]}"]
         found = self.predicted_observations if observed else self._predicted
         pieces = [whole(belief)[part] for belief in found]
         return self._given(torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2))
+
+    @kept
+    def _summary(self) -> dict[str, Tensor] | None:
+        """Moments over all modes and histories, if the compiled recursion made the beliefs."""
+        source = self.beliefs.moments if isinstance(self.beliefs, Beliefs) else None
+        return None if source is None else {n: self._given(x) for n, x in source().items()}
+
+    @kept
+    def mean(self) -> Tensor:
+        return self._each(lambda b: whole(b)[0]) if self._summary is None else self._summary["mean"]
+
+    @kept
+    def covariance(self) -> Tensor:
+        if self._summary is not None:
+            return self._summary["covariance"]
+        return self._each(lambda b: whole(b)[1])
 
     @kept
     def predicted_mean(self) -> Tensor:

@@ -11,7 +11,7 @@ What a message is, only the `Bank` knows: Gaussian moments, or natural parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, overload
 
@@ -79,10 +79,14 @@ class Beliefs(Sequence[Belief]):
     Args:
         pieces: log-weights ``(*batch, steps, G, M)`` and messages alike; beliefs of one piece have
             as many histories.
+        moments: where the compiled recursion made them, computes moments over all histories.
     """
 
-    def __init__(self, pieces: Sequence[Belief]) -> None:
+    def __init__(
+        self, pieces: Sequence[Belief], moments: Callable[[], dict[str, Tensor]] | None = None
+    ) -> None:
         self.pieces = tuple(p for p in pieces if p.log_weights.shape[-3])
+        self.moments = moments
 
     def __len__(self) -> int:
         return sum(p.log_weights.shape[-3] for p in self.pieces)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cumulant.kernels.native.library import Kernel, library
 
-__all__ = ["Plan", "curvature", "gradient", "value"]
+__all__ = ["Plan", "curvature", "gradient", "moments", "value"]
 
 # The numbers are those of `Given` and `Found` in recursion.hpp. Shapes behind (series, steps):
 GIVEN = (
@@ -21,6 +21,10 @@ GIVEN = (
     *("log_weights", "means", "covariances"),  # of the start, behind (series,): (G, M), ...
 )
 FOUND = ("totals", "predicted", "log_weights", "means", "covariances", "digits")
+MOMENTS = (  # those of `Moment` in moments.hpp
+    *("mean", "covariance", "predicted_mean", "predicted_covariance"),
+    *("observation_mean", "observation_covariance"),
+)
 STEPS = 8  # the first so many of what is given may change with time
 
 Arrays = Sequence[Tensor | None]
@@ -117,6 +121,15 @@ def value(plan: Plan, given: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     found, digits = plan.found(given[0]), given[0].new_empty(plan.series)
     _run("filter", plan, given, [*found, *[None] * (5 - len(found)), digits])
     return found, digits
+
+
+def moments(plan: Plan, given: Sequence[Tensor], beliefs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Of the state after each step and before it, and of the observation to come, by series."""
+    n, p = plan.states, plan.observed
+    shapes = (n,), (n, n), (n,), (n, n), (p,), (p, p)
+    out = [given[0].new_empty(plan.series, plan.steps, *shape) for shape in shapes]
+    _run("filter_moments", plan, given, [None, None, *beliefs], to=out)
+    return dict(zip(MOMENTS, out, strict=True))
 
 
 def _room(plan: Plan, given: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:

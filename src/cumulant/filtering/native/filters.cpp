@@ -1,5 +1,6 @@
 // The C functions of the filters: value; gradient; gradient with its derivative along a direction.
 #include "digits.hpp"
+#include "moments.hpp"
 #include "recursion.hpp"
 
 using namespace filtering;
@@ -17,8 +18,8 @@ template <class S> static void report(const Task& z, const Place& at, int64_t be
   store(z.found[FOUND_COVARIANCES], z.found_along[FOUND_COVARIANCES], at, begin * z.n * z.n, b.covariances, count * z.n * z.n);
 }
 
-template <class S, class N> static void forward_pass(const Task& z, const Place& at, Arena& arena) {
-  Recursion<S, N> recursion(z, at, arena, false);
+template <class S, class N, class O> static void forward_pass(const Task& z, const Place& at, Arena& arena) {
+  Recursion<S, N, O> recursion(z, at, arena, false);
   int64_t most = 1;
   for (int64_t t = 0; t <= z.steps; t++) most = std::max(most, z.histories[t]);
   Belief<S> now = recursion.belief(most), next = recursion.belief(most);
@@ -64,8 +65,8 @@ template <class S> static void seed(const Task& z, const Place& at, int64_t begi
       }
 }
 
-template <class S, class N> static void backward_pass(const Task& z, const Place& at, Arena& arena) {
-  Recursion<S, N> recursion(z, at, arena, true);
+template <class S, class N, class O> static void backward_pass(const Task& z, const Place& at, Arena& arena) {
+  Recursion<S, N, O> recursion(z, at, arena, true);
   Belief<S>* trail = arena.take<Belief<S>>(z.steps + 1);
   S* totals = arena.take<S>(z.steps + 1);
   int64_t begin = 0, most = 1;
@@ -107,6 +108,8 @@ template <class S, class N> static void backward_pass(const Task& z, const Place
   store(z.to[COVARIANCES], z.to_along[COVARIANCES], at, 0, next.covariances, count * z.n * z.n);
 }
 
+template <class S, class N, class O> static void moments_pass(const Task& z, const Place& at, Arena& arena) { Summary<S, N, O>(z, at, arena).run(); }
+
 template <class S> static void all(const Task& z, void (*pass)(const Task&, const Place&, Arena&)) {
   constexpr int width = Memory<S>::width;
   run_tasks((z.series + width - 1) / width, z.threads, z.failed, [&](int64_t task, Arena& arena) {
@@ -127,19 +130,17 @@ static void read(Task& z, const int64_t* w) {
   arrays(z.seed, FOUNDS), arrays(z.to, GIVENS), arrays(z.to_along, GIVENS);
 }
 
-// Few states are known to the compiler; one series alone runs on doubles, several in lanes.
-#define EVERY_SIZE(pass, S)                     \
-  z.n == 0   ? all<S>(z, pass<S, Fixed<0>>)     \
-  : z.n == 1 ? all<S>(z, pass<S, Fixed<1>>)     \
-  : z.n == 2 ? all<S>(z, pass<S, Fixed<2>>)     \
-  : z.n == 3 ? all<S>(z, pass<S, Fixed<3>>)     \
-  : z.n == 4 ? all<S>(z, pass<S, Fixed<4>>)     \
-             : all<S>(z, pass<S, int>)
+// Usual sizes are known to the compiler; one series alone runs on doubles, several in lanes.
+#define SIZED(pass, S, states, observed) z.n == states && z.p == observed ? all<S>(z, pass<S, Fixed<states>, Fixed<observed>>)
+#define EVERY_SIZE(pass, S)                                                                              \
+  SIZED(pass, S, 0, 1) : SIZED(pass, S, 1, 1) : SIZED(pass, S, 2, 1) : SIZED(pass, S, 2, 2)              \
+                       : SIZED(pass, S, 4, 2) : all<S>(z, pass<S, int, int>)
 
 static bool few(const Task& z) { return z.series < WIDTH / 2; }
 static void forward(const Task& z) { few(z) ? EVERY_SIZE(forward_pass, double) : EVERY_SIZE(forward_pass, Lanes); }
-static void backward(const Task& z) { few(z) ? EVERY_SIZE(backward_pass, double) : all<Lanes>(z, backward_pass<Lanes, int>); }
-static void along(const Task& z) { all<Dual<Lanes>>(z, backward_pass<Dual<Lanes>, int>); }
+static void backward(const Task& z) { few(z) ? EVERY_SIZE(backward_pass, double) : all<Lanes>(z, backward_pass<Lanes, int, int>); }
+static void summary(const Task& z) { few(z) ? EVERY_SIZE(moments_pass, double) : all<Lanes>(z, moments_pass<Lanes, int, int>); }
+static void along(const Task& z) { all<Dual<Lanes>>(z, backward_pass<Dual<Lanes>, int, int>); }
 
 static int answer(const int64_t* words, void (*kernel)(const Task&)) {
   try {
@@ -152,5 +153,6 @@ static int answer(const int64_t* words, void (*kernel)(const Task&)) {
 
 #define API extern "C" __attribute__((visibility("default")))
 API int cumulant_filter(const int64_t* words, double, double) { return answer(words, forward); }
+API int cumulant_filter_moments(const int64_t* words, double, double) { return answer(words, summary); }
 API int cumulant_filter_gradient(const int64_t* words, double, double) { return answer(words, backward); }
 API int cumulant_filter_curvature(const int64_t* words, double, double) { return answer(words, along); }

@@ -7,7 +7,7 @@ namespace filtering {
 
 constexpr double HALF_LOG_2PI = 0.91893853320467274178;
 
-// A number of states known to the compiler: its loops have no overhead. Where it is not, an int takes its place.
+// A number of states or observations known to the compiler: its loops have no overhead. Where it is not, an int takes its place.
 template <int size> struct Fixed {
   explicit Fixed(int) {}
   constexpr operator int() const { return size; }
@@ -69,7 +69,7 @@ template <class S, class N> void predict(const Affine<S>& step, const S* m, cons
 
 // Condition on value = C x + d + noise. `seen` is 1 or 0 for each element, null if all were seen; one that was not becomes
 // an independent element of variance 1 that came as expected. The covariance is Joseph's (I - K C) P (I - K C)' + K R K'.
-template <class S, class N> void observe(const Affine<S>& emission, const S* value, const S* seen, Passage<S>& x, S* scratch, N n, int p) {
+template <class S, class N, class O> void observe(const Affine<S>& emission, const S* value, const S* seen, Passage<S>& x, S* scratch, N n, O p) {
   S *L = x.root, *white = scratch, *keep = scratch + p, *kept = keep + n * n;
   times(x.cross, emission.matrix, x.predicted_covariance, p, n, n);
   S count = S(0.0);
@@ -139,9 +139,9 @@ template <class S, class N> void observe(const Affine<S>& emission, const S* val
 //   dl = -a'dv + a'dS a / 2 - tr(S^-1 dS) / 2,  dm = dm' + d(P C') a + K (dv - dS a),  v = y - C m - d,  a = S^-1 v,
 //   dP = (I - K C) dP' (I - K C)' - 2 sym(P dC' K') ... + K dS K',  S = C P C' + R.
 // mean_bar and covariance_bar come in for the message after, and leave for the one before.
-template <class S, class N>
+template <class S, class N, class O>
 void observe_bar(const Affine<S>& emission, const S* seen, const Passage<S>& x, const S& bar, S* mean_bar, S* covariance_bar,
-                 const AffineBar<S>& to, S* value_bar, S* scratch, N n, int p) {
+                 const AffineBar<S>& to, S* value_bar, S* scratch, N n, O p) {
   S *v = scratch, *spread = v + p, *KP = spread + p * p, *moved = KP + p * n, *back = moved + n, *work = back + n;
   transposed_times(KP, x.gain, covariance_bar, n, p, n);                 // K' P-bar
   times(moved, x.predicted_covariance, mean_bar, n, n, 1);               // P m-bar

@@ -35,7 +35,7 @@ template <class S> struct Between {
   Passage<S>* passages;
 };
 
-template <class S, class N> class Recursion : Between<S> {
+template <class S, class N, class O> class Recursion : Between<S> {
   using Between<S>::seen;
   using Between<S>::joint;
   using Between<S>::predicted;
@@ -51,7 +51,8 @@ template <class S, class N> class Recursion : Between<S> {
   Arena& arena;
   const int M;
   const N n;
-  const int p, nn;
+  const O p;
+  const int nn;
   S *now[WEIGHTS], *scratch;
   Between<S>* steps = nullptr;  // one for each step, if there is room
   bool complete = true;
@@ -65,11 +66,11 @@ template <class S, class N> class Recursion : Between<S> {
   static void zero(S* x, int64_t count) { for (int64_t i = 0; i < count; i++) x[i] = S(0.0); }
   bool first_alike(int64_t t) const { return t == 0 ? z.alike : z.joins; }
   Affine<S> affine(int which, int j) const {
-    const int rows = which == DYNAMICS ? n : p;
+    const int rows = which == DYNAMICS ? int(n) : int(p);
     return {now[which] + int64_t(j) * rows * n, now[which + 1] + j * rows, now[which + 2] + int64_t(j) * rows * rows};
   }
   AffineBar<S> affine_bar(int which, int j) const {
-    const int rows = which == DYNAMICS ? n : p;
+    const int rows = which == DYNAMICS ? int(n) : int(p);
     return {bar[which] + int64_t(j) * rows * n, bar[which + 1] + j * rows, bar[which + 2] + int64_t(j) * rows * rows};
   }
   // The parameters of step t; constants are read once.
@@ -324,7 +325,7 @@ template <class T> INLINE bool missing(Dual<T>& value, Dual<T>& seen) {
   value.d = value.d * s;
   return any;
 }
-template <class S, class N> void Recursion<S, N>::mark() {
+template <class S, class N, class O> void Recursion<S, N, O>::mark() {
   complete = true;
   for (int a = 0; a < p; a++) complete &= !missing(now[VALUES][a], seen[a]);
 }

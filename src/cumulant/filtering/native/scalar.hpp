@@ -1,6 +1,11 @@
 // The numbers a filter runs on: a double; eight series at once in the lanes of a vector; either of them with a derivative.
 // One source of the recursion serves all: only the operations below know what a number is.
 #pragma once
+// GCC 12 for AVX-512 has been seen to make wrong code of small products of known size when it packs statements into vectors;
+// what is worth packing here is in lanes already.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-tree-slp-vectorize")
+#endif
 #include <cmath>
 #include <cstdint>
 
