@@ -40,6 +40,7 @@ TIERS = {
         "filtering/test_filter_command.py",
         "filtering/test_filter_derivatives.py::test_single_precision_stays",
         "filtering/test_filter_example.py",
+        "filtering/test_calibration.py",
         "filtering/test_fitting.py",
         "filtering/test_other_packages.py",
         "filtering/test_smoothing_singular.py",

@@ -147,10 +147,10 @@ def _pieces(
     """Runs of beliefs with as many histories."""
     out: list[Belief] = []
     begin, M = 0, plan.modes
-    for G, steps in _runs(plan.histories):
-        count = steps * G * M
+    for G, times in _runs(plan.histories):
+        count = times * G * M
         parts = [
-            x.narrow(1, begin, count).reshape(*batch, steps, G, M, *x.shape[2:]).to(dtype)
+            x.narrow(1, begin, count).reshape(*batch, times, G, M, *x.shape[2:]).to(dtype)
             for x in beliefs
         ]
         out.append(Belief(parts[0], tuple(parts[1:])))
