@@ -57,6 +57,7 @@ fuzz: environment
 	$(FUZZ)/native_calls.py --rounds $(ROUNDS)
 	$(FUZZ)/results.py --rounds $(ROUNDS)
 	$(FUZZ)/interrupts.py --rounds $(ROUNDS)
+	$(FUZZ)/filters.py --rounds $(ROUNDS)
 	$(FUZZ)/smoothing.py --rounds $(ROUNDS)
 	$(FUZZ)/csv_files.py --rounds $(ROUNDS)
 	$(FUZZ)/intervals.py --rounds $(ROUNDS)
@@ -68,7 +69,7 @@ sanitize: environment
 	$(BIN)/python hatch_build.py --sanitize build/sanitize
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 CUMULANT_NATIVE=build/sanitize \
 	  OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/kernels/test_native.py tests/kernels/test_rows.py \
-	    tests/fuzz/test_fuzz_native.py
+	    tests/fuzz/test_fuzz_native.py tests/filtering/test_compiled.py tests/fuzz/test_fuzz_filters.py
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

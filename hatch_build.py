@@ -23,6 +23,7 @@ except ImportError:  # run as a script
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
 SOURCES = Path(__file__).parent / "src/cumulant/kernels/native"
+FILTERS = Path(__file__).parent / "src/cumulant/filtering/native"
 BUILDS = {
     "x86_64": {"x86-64-v4": ["-march=x86-64-v4"], "x86-64-v3": ["-march=x86-64-v3"]},
     "aarch64": {},
@@ -65,7 +66,8 @@ def build(*, sanitized: Path | None = None) -> tuple[list[Path], list[str]]:
             *FLAGS,
             *flags,
             *(SANITIZE if sanitized else []),
-            str(SOURCES / "engine.cpp"),
+            f"-I{SOURCES}",
+            *(str(SOURCES / "engine.cpp"), str(FILTERS / "filters.cpp")),
         ]
         done = subprocess.run([*line, "-o", str(made)], capture_output=True, text=True)
         if done.returncode == 0:

@@ -40,6 +40,7 @@ TIERS = {
         "filtering/test_filter_command.py",
         "filtering/test_filter_derivatives.py::test_single_precision_stays",
         "filtering/test_filter_example.py",
+        "filtering/test_calibration.py",
         "filtering/test_fitting.py",
         "filtering/test_other_packages.py",
         "filtering/test_smoothing_singular.py",
@@ -105,17 +106,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("engines")
 
-# The tests of these folders run on every engine that can run on this machine, except those that
-# take no sum over keys.
-ON_EVERY_ENGINE = {"kernels", "attention", "laws"}
+# The tests of these folders and files run on every engine that can run on this machine, except
+# those that take no sum over keys.
+ON_EVERY_ENGINE = {
+    *("kernels", "attention", "laws"),
+    *("test_filters.py", "test_filter_derivatives.py", "test_filtering_edges.py"),
+    *("test_fitting.py", "test_other_packages.py", "test_smoothing.py"),
+}
 ON_NONE = {"test_projection.py", "test_gibbs.py"}
 
 
 def pytest_generate_tests(metafunc):
+    path = metafunc.definition.path
     if (
         "engine" in metafunc.fixturenames
-        and metafunc.definition.path.parent.name in ON_EVERY_ENGINE
-        and metafunc.definition.path.name not in ON_NONE
+        and ON_EVERY_ENGINE & {path.parent.name, path.name}
+        and path.name not in ON_NONE
     ):
         names = [name for name, status in engines().items() if status.available]
         metafunc.parametrize("engine", names, indirect=True)

@@ -338,11 +338,11 @@ def test_likelihoods_that_underflow():
     assert post.mode_probabilities[20, 1] == 1
 
 
-def test_interface_of_what_was_asked_for():
+def test_interface_of_what_was_asked_for(engine):
     m, y = model(2, 2, 1), series(3)
     calls = []
     post = F.filter(m, y, progress=lambda x: calls.append((x.done, x.total)))
-    assert calls == [(1, 3), (2, 3), (3, 3)]
+    assert calls == ([(1, 3), (2, 3), (3, 3)] if engine == "torch" else [(3, 3)])
     assert repr(post) == (
         "Posterior(SwitchingLinearGaussian(modes=2, state_size=2, observation_size=1), "
         "collapse='gpb2', batch=(), steps=3)"

@@ -161,20 +161,21 @@ def test_regimes_come_back_in_order():
 
 
 def test_several_starts():
-    """Three clusters of means; one start in a poor place stays there, several get out."""
+    """Three clusters of means; a start in which modes are the same stays there, others get out."""
     truth = means(
         [[0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [0.05, 0.05, 0.9]], [-4, 0, 4], [0.2, 0.2, 0.2]
     )
     y = F.sample(truth, 150, generator=seeded(5)).observations
-    start = means(
-        [[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.3, 0.3, 0.4]], [9.0, 9.5, 10.0], [1.0, 1.0, 1.0]
-    )
+    even = [1 / 3] * 3
+    start = means([even, even, even], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     one = F.fit(start, y, standard_errors=False)
     many = F.fit(start, y, starts=8, spread=4.0, standard_errors=False)
     assert len(many.starts) == 8
     assert many.starts[0] == pytest.approx(one.log_likelihood, abs=1e-6)
     assert many.log_likelihood == max(many.starts)
     assert many.log_likelihood > one.log_likelihood + 10
+    assert 1 <= many.agreed < 8
+    assert one.agreed == 1
     again = F.fit(start, y, starts=8, spread=4.0, standard_errors=False)
     assert again.starts == many.starts
 

@@ -342,7 +342,7 @@ def joined(steps: list[Posterior]) -> Posterior:
     return replace(
         first,
         observations=first.observations + tuple(x.observations[-1] for x in rest),
-        beliefs=first.beliefs + tuple(x.beliefs[-1] for x in rest),
+        beliefs=(*first.beliefs, *(x.beliefs[-1] for x in rest)),
         step_totals=first.step_totals + tuple(x.step_totals[-1] for x in rest),
         log_predicted=first.log_predicted + tuple(x.log_predicted[-1] for x in rest),
     )

@@ -2,6 +2,7 @@
 
 from cumulant.filtering.attention_imm import AttentionMessages, attention_as_imm
 from cumulant.filtering.conjugate import SwitchingConjugate
+from cumulant.filtering.continuous import Discretized, discretize
 from cumulant.filtering.doubly_stochastic import sinkhorn, sinkhorn_attention
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import Fit, fit
@@ -12,6 +13,7 @@ from cumulant.filtering.model import SwitchingLinearGaussian
 from cumulant.filtering.model_files import read_model
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.nonlinear import SwitchingNonlinear
+from cumulant.filtering.paths import ModePath, most_likely_path
 from cumulant.filtering.picture import picture
 from cumulant.filtering.posterior import Posterior
 from cumulant.filtering.predictive import residuals
@@ -33,11 +35,13 @@ from cumulant.filtering.tracking import constant_velocity, coordinated_turn
 __all__ = [
     "AttentionMessages",
     "ConjugatePosterior",
+    "Discretized",
     "Fit",
     "Flip",
     "InducedTransition",
     "Linear",
     "Merge",
+    "ModePath",
     "Permute",
     "Posterior",
     "ReadyModel",
@@ -55,12 +59,14 @@ __all__ = [
     "compare_regimes",
     "constant_velocity",
     "coordinated_turn",
+    "discretize",
     "dynamic_factor",
     "filter",
     "fit",
     "forecast",
     "local_level",
     "local_linear_trend",
+    "most_likely_path",
     "picture",
     "push",
     "read_model",

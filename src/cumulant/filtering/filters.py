@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.progress import Progress, ProgressCallback
+from cumulant.filtering.compiled import run_compiled, takes, total_compiled
 from cumulant.filtering.conjugate import (
     SwitchingConjugate,
     filter_conjugate,
@@ -21,7 +22,7 @@ from cumulant.filtering.model_checks import next_row, real_numbers, series
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
-from cumulant.filtering.recursion import Belief, Run, Scheme, scheme_of, steps
+from cumulant.filtering.recursion import Belief, Run, Scheme, fits, scheme_of, steps
 
 __all__ = ["filter", "log_likelihood", "run", "update"]
 
@@ -71,7 +72,7 @@ def filter(
             ``"exact"``, which keeps all M^T.
         lengths: length of each series, ``(*batch,)``, if some are shorter than T.
         inputs: u, ``(*batch, T, m)``, if the model takes them.
-        progress: called after each step.
+        progress: called after each step, or once where the compiled recursion takes all of them.
 
     Returns:
         A `Posterior`, or for a `SwitchingConjugate` a `ConjugatePosterior`; differentiable in the
@@ -114,12 +115,19 @@ def run(
     progress: ProgressCallback | None = None,
 ) -> Posterior:
     """All steps of a bank, from a belief on."""
-    if stateless(bank):
+    count = bank.observations.shape[-2]
+    start = bank.plain(belief)
+    fits(scheme, belief, count)
+    if takes(bank, start):
+        found = run_compiled(bank, scheme, start, alike=alike)
+    elif stateless(bank):
         found = chain(bank, belief)
-        if progress is not None:
-            progress(Progress(len(found.step_totals), len(found.step_totals)))
     else:
-        count = bank.observations.shape[-2]
+        found = None
+    if found is not None:
+        if progress is not None:
+            progress(Progress(count, count))
+    else:
 
         def all_steps(start: Belief) -> Run:
             return steps(
@@ -127,7 +135,7 @@ def run(
             )
 
         try:
-            found = all_steps(bank.plain(belief))
+            found = all_steps(start)
         except InputError:  # perhaps for want of digits; if not, roots say the same
             found = None
         if found is None or bank.loses_digits(found.beliefs):
@@ -139,11 +147,25 @@ def run(
 
 
 def log_likelihood(
-    model: SwitchingLinearGaussian, observations: Tensor, inputs: Tensor | None, scheme: Scheme
+    model: SwitchingLinearGaussian,
+    observations: Tensor,
+    inputs: Tensor | None,
+    scheme: Scheme,
+    *,
+    alike: bool | None = None,
 ) -> Tensor:
-    """log p(observations), ``(*batch,)``, of input that has been checked."""
+    """log p(observations), ``(*batch,)``, of input that has been checked.
+
+    `alike` says whether all modes begin with the same message; by default, the model does.
+    """
     bank = GaussianBank(model, observations, inputs)
-    belief, alike = bank.start()
+    belief, same = bank.start()
+    alike = same if alike is None else alike
+    if takes(bank, belief):
+        fits(scheme, belief, observations.shape[-2])
+        found = total_compiled(bank, scheme, belief, alike=alike)
+        if found is not None:
+            return found
     if stateless(bank):
         return log_total(bank, belief)
     return run(bank, scheme, belief, alike=alike).log_likelihood

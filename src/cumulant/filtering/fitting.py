@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,10 +22,11 @@ from cumulant.filtering.frames import PandasLike, labels_of, parameter_frame
 from cumulant.filtering.kalman import inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.model_checks import series
+from cumulant.filtering.objective import Problem, hessian
 from cumulant.filtering.parameters import Free, coordinates
 from cumulant.filtering.recursion import bounded, scheme_of
 from cumulant.filtering.regimes import OrderBy, exchangeable, matched, rising, sorted_by
-from cumulant.filtering.search import Limits, Point, Problem, em, lbfgs
+from cumulant.filtering.search import Limits, Point, em, lbfgs
 from cumulant.filtering.structure import started
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ class Fit(FitReport):
     def converged(self) -> bool:
         """Whether the search reached a maximum."""
         return bool(self.status.converged)
+
+    @property
+    def agreed(self) -> int:
+        """How many starts reached this maximum, up to 0.001 of the log-likelihood.
+
+        One of many says that there may be a better one still.
+        """
+        return sum(value >= self.log_likelihood - 1e-3 for value in self.starts)
 
     @property
     def aic(self) -> float:
@@ -252,23 +261,21 @@ def _climb(
 ) -> tuple[Point, list[float]]:
     """The best of all starts, and what each of them reached."""
     begin = problem.coordinates.vector(problem.coordinates.model)
-    best, reached, last = Point(begin), list[float](), Point(begin)
-    for s in range(starts):
-        beside = torch.randn(begin.shape, generator=generator).to(begin) if s else 0.0
-        last = Point(begin + spread * beside)
-        SEARCHES[method](problem, last, limits)
-        reached.append(last.value)
-        if _sound(last) > _sound(best):
-            best = last
-        if last.code == Code.INTERRUPTED:
-            best.ended(last.code, last.message)
-            break
+    points = [Point(begin)]
+    for _ in range(starts - 1):
+        beside = torch.randn(begin.shape, generator=generator).to(begin)
+        points.append(Point(begin + spread * beside))
+    SEARCHES[method](problem, points, limits)
+    best = max(points, key=_sound)
     if not math.isfinite(best.value):
         raise InputError(
-            f"fit: no start has a finite log-likelihood ({last.message}). Check the model with "
+            f"fit: no start has a finite log-likelihood ({best.message}). Check the model with "
             "filter first."
         )
-    return best, reached
+    for point in points:
+        if point.code == Code.INTERRUPTED:
+            best.ended(point.code, point.message)
+    return best, [point.value for point in points]
 
 
 def _sound(point: Point) -> tuple[bool, float]:
@@ -327,12 +334,10 @@ def _standard_errors(
     """Square roots of the diagonal of J H^-1 J', J from coordinates to parameters."""
     try:
         found = problem.coordinates.moved(model, order)
-        vector = found.vector(model).requires_grad_()
+        vector = found.vector(model)
     except (InputError, linalg.LinAlgError):  # a covariance has become singular
         return None
-    (slope,) = torch.autograd.grad(problem.of(found.at(vector)), vector, create_graph=True)
-    rows = [torch.autograd.grad(s, vector, retain_graph=True)[0] for s in slope]
-    information = -torch.stack(rows)
+    information = -hessian(replace(problem, coordinates=found), vector)
     information = (information + information.mT) / 2
     root, info = linalg.cholesky_ex(information)
     if int(info) != 0 or not bool(information.isfinite().all()):

@@ -19,14 +19,14 @@ from cumulant.filtering.moments import Affine
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.filtering.roots import collapsed, frame_of, regular, triangular, update, valued
 
-__all__ = ["GaussianBank", "inputs_of"]
+__all__ = ["GaussianBank", "OverTime", "inputs_of"]
 
 
 # Below this share of another variance, the digits of a double no longer suffice for smoothing.
 LEAST_SHARE = 1e-7
 
 
-class _OverTime:
+class OverTime:
     """A parameter at one step or at all: ``(M, ...)``, or ``(*batch, 1, M, ...)`` with histories.
 
     All steps are ``(*batch, T, 1, M, ...)``: time is then one more batch dimension.
@@ -40,10 +40,14 @@ class _OverTime:
         self.batch = torch.Size() if self.constant else x.shape[: time + 1]
         self._event = event
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> _OverTime:
+    def map(self, function: Callable[[Tensor], Tensor]) -> OverTime:
         """The parameter through a function of its entries."""
-        x = self.whole if self.constant else self.whole.squeeze(-self._event - 2)
-        return _OverTime(function(x), self._event)
+        return OverTime(function(self.by_step), self._event)
+
+    @property
+    def by_step(self) -> Tensor:
+        """``(M, ...)``, or ``(*batch, T, M, ...)``."""
+        return self.whole if self.constant else self.whole.squeeze(-self._event - 2)
 
     @cached_property
     def _steps(self) -> Sequence[Tensor]:
@@ -114,13 +118,22 @@ class GaussianBank:
         self._log_transition = self._over_time("transition", 1).map(log_probability)
         self._parts = {which: self._affine(which) for which in ("dynamics", "emission")}
         self._noise_roots: dict[str, Tensor] = {}
-        value = observations.to(self.dtype)[..., None, None, :]
-        missing = value.isnan()
-        self.seen = None
-        if holds(~missing) is not True:
-            self.seen = ~missing
-            value = value.masked_fill(missing, 0.0)
-        self.value = value
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """Which elements were observed, ``(*batch, T, 1, 1, p)``; None if all were."""
+        missing = self.observations[..., None, None, :].isnan()
+        return None if holds(~missing) is True else ~missing
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The observations ``(*batch, T, 1, 1, p)``, zero where they are missing."""
+        value = self.observations.to(self.dtype)[..., None, None, :]
+        return value if self.seen is None else value.masked_fill(~self.seen, 0.0)
+
+    def over_time(self) -> list[OverTime]:
+        """log P(j | i), then matrix, offset and noise of the dynamics and of the emission."""
+        return [part for _, part in self._varying()]
 
     def _steps(self, name: str, event: int) -> Tensor | None:
         """A parameter over the steps of this bank."""
@@ -132,12 +145,12 @@ class GaussianBank:
         x = x.narrow(-event - 2, self.first, count) if varies else x
         return x.to(self.dtype)
 
-    def _over_time(self, name: str, event: int) -> _OverTime:
+    def _over_time(self, name: str, event: int) -> OverTime:
         x = self._steps(name, event)
         assert x is not None
-        return _OverTime(x, event)
+        return OverTime(x, event)
 
-    def _affine(self, which: str) -> tuple[_OverTime, _OverTime, _OverTime]:
+    def _affine(self, which: str) -> tuple[OverTime, OverTime, OverTime]:
         model, kind = self.model, self.dtype
         matrix = self._over_time(which, 2)
         noise = self._over_time(f"{which}_noise", 2).map(moments.symmetric)
@@ -150,7 +163,7 @@ class GaussianBank:
             lead = self.inputs.shape[:-2], effect.shape[: max(effect.ndim - 4, 0)]
             broadcast("filter", inputs=lead[0], **{f"{which}_input": lead[1]})
             bias = bias + (effect @ self.inputs.to(kind)[..., None, :, None])[..., 0]
-        return matrix, _OverTime(bias, 1), noise
+        return matrix, OverTime(bias, 1), noise
 
     def affine(self, which: str, t: int | None) -> Affine:
         """The step of the dynamics or of the emission, at time t or at all times."""
@@ -196,7 +209,7 @@ class GaussianBank:
         covariance = moments.symmetric(message[1])
         return Belief(logs.unsqueeze(-2).expand(*batch, 1, M), (message[0], covariance)), alike
 
-    def _varying(self) -> list[tuple[str, _OverTime]]:
+    def _varying(self) -> list[tuple[str, OverTime]]:
         found = [("transition", self._log_transition)]
         for which, parts in self._parts.items():
             found += zip((which, f"{which}_bias", f"{which}_noise"), parts, strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant.filtering.kalman import GaussianBank
-from cumulant.filtering.recursion import Belief, Run, whole_numbers
+from cumulant.filtering.recursion import Belief, Beliefs, Run, whole_numbers
 
 __all__ = ["chain", "log_total", "stateless"]
 
@@ -71,12 +71,12 @@ def chain(bank: GaussianBank, start: Belief) -> Run:
     whole_numbers(totals, bank.first)
     moved = before.unsqueeze(-3) + bank.log_transition(None).double()
     predicted = moved.squeeze(-3).logsumexp(-2).to(kind)
-    weights = after.to(kind)[..., None, :].unbind(-3)
-    return Run(
-        (start, *(Belief(w, start.message) for w in weights)),
-        totals.to(kind).unbind(-1),
-        predicted.unbind(-2),
+    weights = torch.cat([start.log_weights.unsqueeze(-3), after.to(kind)[..., None, :]], -3)
+    lead = start.log_weights.ndim - 2
+    message = tuple(
+        x.unsqueeze(lead).expand(*x.shape[:lead], count + 1, *x.shape[lead:]) for x in start.message
     )
+    return Run(Beliefs([Belief(weights, message)]), (totals.to(kind),), (predicted,))
 
 
 def _times(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg
-from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.model import COVARIANCES, SHAPES, TIMELESS, SwitchingLinearGaussian
 from cumulant.filtering.scales import ScaleBlock, scale_block
 
 __all__ = ["Block", "Coordinates", "Free", "coordinates"]
@@ -69,17 +69,28 @@ class Block:
             return (root.tril(-1) + logs)[self.mask]
         return value[self.mask]
 
+    @property
+    def constant(self) -> bool:
+        """Whether the parameter is the same at all steps and for all series."""
+        most = {"transition": 2, "initial": 1}.get(self.name, len(SHAPES.get(self.name, "")) + 1)
+        return self.start.ndim <= most
+
     def value(self, vector: Tensor) -> Tensor:
-        """The parameter at these coordinates; what does not move stays as it started."""
+        """The parameter at coordinates ``(*points, size)``; what does not move stays as it was."""
+
+        def scattered(base: Tensor) -> Tensor:
+            shape = (*vector.shape[:-1], *base.shape)
+            return base.expand(shape).masked_scatter(self.mask.expand(shape), vector)
+
         if self.name in PROBABILITIES:
-            logits = torch.zeros_like(self.start).masked_scatter(self.mask, vector)
+            logits = scattered(torch.zeros_like(self.start))
             return logits.masked_fill(self.start <= 0, -torch.inf).softmax(-1)
         if self.name in COVARIANCES:
-            entries = torch.zeros_like(self.start).masked_scatter(self.mask, vector)
+            entries = scattered(torch.zeros_like(self.start))
             diagonal = entries.diagonal(dim1=-2, dim2=-1).exp()
             root = entries.tril(-1) + torch.diag_embed(diagonal)
             return root @ root.mT
-        return self.start.masked_scatter(self.mask, vector)
+        return scattered(self.start)
 
 
 def _reference(p: Tensor) -> Tensor:
@@ -100,13 +111,40 @@ class Coordinates:
         return torch.cat([p.reshape(-1) for p in parts])
 
     def values(self, vector: Tensor) -> dict[str, Tensor]:
-        """The free parameters at these coordinates."""
-        parts = torch.split(vector, [b.size for b in self.blocks])
+        """The free parameters at coordinates ``(*points, P)``."""
+        parts = torch.split(vector, [b.size for b in self.blocks], -1)
         return {b.name: b.value(p) for b, p in zip(self.blocks, parts, strict=True)}
 
-    def at(self, vector: Tensor) -> SwitchingLinearGaussian:
-        """The model there, valid by construction."""
-        return self.model.unchecked(self.values(vector))
+    def at(self, vector: Tensor, batch: int = 0) -> SwitchingLinearGaussian:
+        """The model there, valid by construction.
+
+        Args:
+            vector: coordinates ``(P,)``, or ``(S, P)`` for a batch of models before those of the
+                series; parameters are constant then.
+            batch: the number of batch dimensions of the series.
+        """
+        values = self.values(vector)
+        if vector.ndim > 1:
+            values = {name: self._by_point(name, x, batch) for name, x in values.items()}
+        return self.model.unchecked(values)
+
+    def _by_point(self, name: str, x: Tensor, batch: int) -> Tensor:
+        """``(S, ...)`` as ``(S, *ones, M, ...)``, with one step where there are steps."""
+        tail = 1 if name in PROBABILITIES else len(SHAPES[name])
+        if name not in PROBABILITIES and x.ndim == tail + 1:
+            x = x.unsqueeze(1).expand(len(x), self.model.modes, *x.shape[1:])
+        return x.reshape(len(x), *[1] * (batch + (name not in TIMELESS)), *x.shape[1:])
+
+    @property
+    def constant(self) -> bool:
+        """Whether no free parameter changes with time or from series to series."""
+        return all(block.constant for block in self.blocks)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all modes begin with the same message."""
+        given = self.model.parameters
+        return given["initial_mean"].ndim == 1 and given["initial_covariance"].ndim == 2
 
     def moved(self, model: SwitchingLinearGaussian, order: list[int]) -> Coordinates:
         """The same coordinates around another model, whose modes are in another order."""

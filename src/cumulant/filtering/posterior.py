@@ -16,7 +16,7 @@ from cumulant.filtering import moments
 from cumulant.filtering.frames import Labels, ModeNames, frame, moment_columns, state_columns
 from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import gaussian_model
-from cumulant.filtering.recursion import Belief, Run, Scheme, branch
+from cumulant.filtering.recursion import Belief, Beliefs, Run, Scheme, branch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +32,7 @@ __all__ = [
     "over_time",
     "stacked",
     "step_of",
+    "uniform",
     "whole",
 ]
 
@@ -44,7 +45,9 @@ def alike(first: Belief, second: Belief) -> bool:
 
 def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
     """Beliefs with time as the last batch dimension; in one piece if all are of one size."""
-    if all(alike(b, beliefs[0]) for b in beliefs):
+    if isinstance(beliefs, Beliefs) and len(beliefs.pieces) == 1:
+        return list(beliefs.pieces)
+    if uniform(beliefs):
         lead = beliefs[0].log_weights.ndim - 2
         parts = zip(*(b.message for b in beliefs), strict=True)
         message = tuple(torch.stack(list(x), lead) for x in parts)
@@ -52,10 +55,24 @@ def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
     return [piece for b in beliefs for piece in stacked([b])]
 
 
+def uniform(beliefs: Sequence[Belief]) -> bool:
+    """Whether all beliefs have as many histories, and messages of the same kind."""
+    if isinstance(beliefs, Beliefs) and len(beliefs.pieces) == 1:
+        return True
+    return all(alike(b, beliefs[0]) for b in beliefs)
+
+
 def over_time(beliefs: Sequence[Belief], function: Callable[[Belief], Tensor]) -> Tensor:
     """A function of each belief, ``(*batch, T, ...)``."""
     pieces = [function(b) for b in stacked(beliefs)]
     return torch.cat(pieces, beliefs[0].log_weights.ndim - 2)
+
+
+def joined(first: Sequence[Belief], second: Sequence[Belief]) -> Sequence[Belief]:
+    """Beliefs, then later ones."""
+    if isinstance(first, Beliefs) and isinstance(second, Beliefs):
+        return first + second
+    return (*first, *second)
 
 
 def whole(belief: Belief) -> tuple[Tensor, Tensor]:
@@ -84,6 +101,15 @@ def flat(belief: Belief) -> Belief:
     )
 
 
+def _only(x: Tensor, histories: int, otherwise: Callable[[Tensor], Tensor]) -> Tensor:
+    """x of the only history, or what is made of several."""
+    return x.squeeze(histories) if x.shape[histories] == 1 else otherwise(x)
+
+
+def _given(belief: Belief) -> tuple[Tensor, Tensor, Tensor]:
+    return (belief.log_weights, *belief.message[:2])
+
+
 @dataclass(frozen=True, eq=False)
 class Filtered(Lazy):
     """What every posterior has: beliefs about modes and states after each step."""
@@ -91,7 +117,7 @@ class Filtered(Lazy):
     model: Any
     scheme: Scheme
     observations: tuple[Tensor, ...]
-    beliefs: tuple[Belief, ...]
+    beliefs: Sequence[Belief]
     step_totals: tuple[Tensor, ...]
     log_predicted: tuple[Tensor, ...]
     labels: Labels | None = field(default=None, kw_only=True)
@@ -106,14 +132,14 @@ class Filtered(Lazy):
     @property
     def steps(self) -> int:
         """T."""
-        return len(self.step_totals)
+        return sum(x.shape[-1] for x in self.step_totals)
 
     def followed(self, run: Run, observations: Tensor) -> Self:
         """The posterior with more steps behind it."""
         return replace(
             self,
             observations=(*self.observations, observations),
-            beliefs=self.beliefs + run.beliefs[1:],
+            beliefs=joined(self.beliefs, run.beliefs[1:]),
             step_totals=self.step_totals + run.step_totals,
             log_predicted=self.log_predicted + run.log_predicted,
         )
@@ -124,8 +150,8 @@ class Filtered(Lazy):
             self,
             observations=(self.observations[-1][..., -1:, :],),
             beliefs=self.beliefs[-2:],
-            step_totals=self.step_totals[-1:],
-            log_predicted=self.log_predicted[-1:],
+            step_totals=(self.step_totals[-1][..., -1:],),
+            log_predicted=(self.log_predicted[-1][..., -1:, :],),
             labels=None if self.labels is None else self.labels.last(),
         )
 
@@ -165,24 +191,30 @@ class Filtered(Lazy):
 
     @kept
     def step_log_likelihood(self) -> Tensor:
-        return self._given(torch.stack(self.step_totals, -1))
+        return self._given(torch.cat(self.step_totals, -1))
 
     @kept
     def mode_probabilities(self) -> Tensor:
-        return self._each(lambda b: b.log_weights.logsumexp(-2).exp())
+        return self._each(lambda b: _only(b.log_weights, -2, lambda w: w.logsumexp(-2)).exp())
 
     @kept
     def predicted_mode_probabilities(self) -> Tensor:
-        return self._given(torch.stack(self.log_predicted, -2).exp())
+        return self._given(torch.cat(self.log_predicted, -2).exp())
 
     @kept
     def mode_means(self) -> Tensor:
-        return self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[0].squeeze(-3))
+        return self._each(
+            lambda b: _only(b.message[0], -3, lambda _: moments.collapse(*_given(b))[0].squeeze(-3))
+        )
 
     @kept
     def mode_covariances(self) -> Tensor:
         return moments.symmetric(
-            self._each(lambda b: moments.collapse(b.log_weights, *b.message[:2])[1].squeeze(-4))
+            self._each(
+                lambda b: _only(
+                    b.message[1], -4, lambda _: moments.collapse(*_given(b))[1].squeeze(-4)
+                )
+            )
         )
 
     @kept
@@ -266,7 +298,7 @@ class Posterior(Filtered):
     @kept
     def _banks(self) -> list[GaussianBank]:
         """The filters over all steps, or step by step where beliefs grow."""
-        if all(alike(b, self.beliefs[0]) for b in self.beliefs[:-1]):
+        if uniform(self.beliefs[:-1]):
             return [self.bank]
         return [step_of(self.bank, t, t + 1) for t in range(self.steps)]
 
@@ -289,9 +321,28 @@ class Posterior(Filtered):
         return out
 
     def _from_predicted(self, part: int, observed: bool) -> Tensor:
+        if self._summary is not None:
+            what = "observation" if observed else "predicted"
+            return self._summary[f"{what}_{('mean', 'covariance')[part]}"]
         found = self.predicted_observations if observed else self._predicted
         pieces = [whole(belief)[part] for belief in found]
         return self._given(torch.cat(pieces, self.beliefs[0].log_weights.ndim - 2))
+
+    @kept
+    def _summary(self) -> dict[str, Tensor] | None:
+        """Moments over all modes and histories, if the compiled recursion made the beliefs."""
+        source = self.beliefs.moments if isinstance(self.beliefs, Beliefs) else None
+        return None if source is None else {n: self._given(x) for n, x in source().items()}
+
+    @kept
+    def mean(self) -> Tensor:
+        return self._each(lambda b: whole(b)[0]) if self._summary is None else self._summary["mean"]
+
+    @kept
+    def covariance(self) -> Tensor:
+        if self._summary is not None:
+            return self._summary["covariance"]
+        return self._each(lambda b: whole(b)[1])
 
     @kept
     def predicted_mean(self) -> Tensor:

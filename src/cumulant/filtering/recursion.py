@@ -11,8 +11,9 @@ What a message is, only the `Bank` knows: Gaussian moments, or natural parameter
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ from cumulant.core.progress import Progress, ProgressCallback
 __all__ = [
     "Bank",
     "Belief",
+    "Beliefs",
     "Message",
     "Run",
     "Scheme",
     "Step",
     "advance",
     "bounded",
+    "fits",
     "scheme_of",
     "steps",
 ]
@@ -68,6 +71,62 @@ class Belief(NamedTuple):
 
     log_weights: Tensor
     message: Message
+
+
+class Beliefs(Sequence[Belief]):
+    """Beliefs one after another, kept with time as the last batch dimension.
+
+    Args:
+        pieces: log-weights ``(*batch, steps, G, M)`` and messages alike; beliefs of one piece have
+            as many histories.
+        moments: where the compiled recursion made them, computes moments over all histories.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Belief], moments: Callable[[], dict[str, Tensor]] | None = None
+    ) -> None:
+        self.pieces = tuple(p for p in pieces if p.log_weights.shape[-3])
+        self.moments = moments
+
+    def __len__(self) -> int:
+        return sum(p.log_weights.shape[-3] for p in self.pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> Belief: ...
+    @overload
+    def __getitem__(self, index: slice) -> Beliefs: ...
+    def __getitem__(self, index: int | slice) -> Belief | Beliefs:
+        if isinstance(index, slice):
+            begin, end, _ = index.indices(len(self))
+            return Beliefs(self._between(begin, end))
+        at = range(len(self))[index]
+        return _steps(self._between(at, at + 1)[0], 0, None)
+
+    def _between(self, begin: int, end: int) -> list[Belief]:
+        out: list[Belief] = []
+        for piece in self.pieces:
+            count = piece.log_weights.shape[-3]
+            first, last = max(begin, 0), min(end, count)
+            if first < last:
+                whole = (first, last) == (0, count)
+                out.append(piece if whole else _steps(piece, first, last - first))
+            begin, end = begin - count, end - count
+        return out
+
+    def __add__(self, other: Sequence[Belief]) -> Sequence[Belief]:
+        if isinstance(other, Beliefs):
+            return Beliefs((*self.pieces, *other.pieces))
+        return (*self, *other)
+
+
+def _steps(piece: Belief, first: int, count: int | None) -> Belief:
+    """Some steps of a piece, or one without its time dimension."""
+    time = piece.log_weights.ndim - 3
+
+    def part(x: Tensor) -> Tensor:
+        return x.select(time, first) if count is None else x.narrow(time, first, count)
+
+    return Belief(part(piece.log_weights), tuple(part(x) for x in piece.message))
 
 
 class Step(NamedTuple):
@@ -180,9 +239,12 @@ def remember(bank: Bank, scheme: Scheme, belief: Belief) -> Belief:
 
 
 class Run(NamedTuple):
-    """Beliefs around the steps, their log-likelihoods, and the modes before each observation."""
+    """Beliefs around the steps, their log-likelihoods, and the modes before each observation.
 
-    beliefs: tuple[Belief, ...]
+    The last two are pieces of time: ``(*batch, steps)`` and ``(*batch, steps, M)``.
+    """
+
+    beliefs: Sequence[Belief]
     step_totals: tuple[Tensor, ...]
     log_predicted: tuple[Tensor, ...]
 
@@ -208,9 +270,7 @@ def steps(
         first: how many steps went before, for what errors say.
         progress: called after each step.
     """
-    kept, modes = belief.log_weights.shape[-2:]
-    numbers = sum(x.numel() for x in belief.message) / max(kept, 1)
-    bounded(scheme, modes, numbers, count, kept)
+    fits(scheme, belief, count)
     beliefs, totals, predicted = [belief], list[Tensor](), list[Tensor]()
     for t in range(count):
         same = alike if t == 0 else scheme.memory == 1
@@ -220,8 +280,16 @@ def steps(
         predicted.append(step.log_predicted)
         if progress is not None:
             progress(Progress(t + 1, count))
-    whole_numbers(torch.stack(totals, -1), first)
-    return Run(tuple(beliefs), tuple(totals), tuple(predicted))
+    all_totals = torch.stack(totals, -1)
+    whole_numbers(all_totals, first)
+    return Run(tuple(beliefs), (all_totals,), (torch.stack(predicted, -2),))
+
+
+def fits(scheme: Scheme, belief: Belief, count: int) -> None:
+    """Refuse so many steps from a belief on if they would not fit in memory."""
+    kept, modes = belief.log_weights.shape[-2:]
+    numbers = sum(x.numel() for x in belief.message) / max(kept, 1)
+    bounded(scheme, modes, numbers, count, kept)
 
 
 def bounded(scheme: Scheme, modes: int, numbers: float, count: int, kept: int = 1) -> None:

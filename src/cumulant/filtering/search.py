@@ -1,56 +1,26 @@
-"""Two searches for the most likely parameters: L-BFGS through the filter, and EM."""
+"""Two searches for the most likely parameters: quasi-Newton steps, and EM."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code
 from cumulant.core.progress import Progress, ProgressCallback
-from cumulant.core.typed import linalg, take_step
+from cumulant.core.typed import linalg
 from cumulant.filtering.em import expectation_maximization, supported
-from cumulant.filtering.filters import log_likelihood
-from cumulant.filtering.model import SwitchingLinearGaussian
-from cumulant.filtering.parameters import Coordinates
-from cumulant.filtering.recursion import Scheme
+from cumulant.filtering.model import COVARIANCES
+from cumulant.filtering.objective import Array, Problem, objective_of
+from cumulant.filtering.quasi_newton import minimize
 
-__all__ = ["Limits", "Point", "Problem", "em", "lbfgs"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is maximized: the log-likelihood of all series in the free coordinates of a model.
-
-    The first `given` steps are taken as given: log p(y_1, ..., y_T) - log p(y_1, ..., y_given).
-    """
-
-    observations: Tensor
-    inputs: Tensor | None
-    scheme: Scheme
-    coordinates: Coordinates
-    given: int = 0
-
-    def at(self, vector: Tensor) -> Tensor:
-        """The log-likelihood at these coordinates."""
-        return self.of(self.coordinates.at(vector))
-
-    def of(self, model: SwitchingLinearGaussian) -> Tensor:
-        """The log-likelihood of a model."""
-        total = log_likelihood(model, self.observations, self.inputs, self.scheme).sum()
-        if not self.given:
-            return total
-        y = self.observations[..., : self.given, :]
-        u = None if self.inputs is None else self.inputs[..., : self.given, :]
-        return total - log_likelihood(model, y, u, self.scheme).sum()
-
-    @property
-    def count(self) -> int:
-        """How many numbers were observed after those that are given."""
-        return int((~self.observations[..., self.given :, :].isnan()).sum())
+__all__ = ["Limits", "Point", "em", "lbfgs"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +41,7 @@ class Point:
     steps: int = 0
     code: Code = Code.UNFINISHED
     message: str = "max_steps reached"
+    told: int = 0
 
     def ended(self, code: Code, message: str) -> None:
         """Record the end of the search."""
@@ -78,62 +49,93 @@ class Point:
 
 
 INTERRUPTED = "interrupted: this is the best so far"
+# A variance below this share of where it started has vanished.
+VANISHED = 1e-10
 
 
-def lbfgs(problem: Problem, best: Point, limits: Limits) -> None:
-    """torch's L-BFGS on the mean log-likelihood per observation.
-
-    scipy's is as good, but its BLAS threads and torch's get in each other's way: four times slower
-    on two cores.
-    """
-    like, count = best.vector, max(problem.count, 1)
-    point = like.double().clone().requires_grad_()
-    search = torch.optim.LBFGS(
-        [point],
-        max_iter=limits.max_steps,
-        max_eval=4 * limits.max_steps,
-        tolerance_grad=limits.tol,
-        tolerance_change=1e-13,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
-    steepest = math.inf
-
-    def loss() -> float:
-        nonlocal steepest
-        if (done := search.state[point].get("n_iter", 0)) > best.steps:
-            best.steps = done
-            if limits.progress is not None:
-                limits.progress(Progress(done, None, "fitting", best.value))
-        vector = point.detach().to(like).requires_grad_()
-        try:
-            value = problem.at(vector)
-            (slope,) = torch.autograd.grad(value, vector)
-            size = float(value.detach())
-            if not (math.isfinite(size) and bool(slope.isfinite().all())):
-                raise InputError("the log-likelihood or its gradient is not finite")
-        except InputError as error:  # no density there: a wall for the line search
-            best.ended(Code.NOT_FINITE, str(error))
-            point.grad = torch.zeros_like(point)
-            return 1e10
-        point.grad = -slope.double() / count
-        if size > best.value:
-            best.vector, best.value = vector.detach(), size
-            steepest = float(point.grad.abs().max())
-        return -size / count
-
+def lbfgs(problem: Problem, starts: Sequence[Point], limits: Limits) -> None:
+    """Quasi-Newton steps on the mean log-likelihood per observation, all starts side by side."""
+    count, evaluate = max(problem.count, 1), objective_of(problem)
+    climbs = [_Climb(point, limits) for point in starts]
     try:
-        take_step(search, loss)
+        while active := [c for c in climbs if c.asks is not None]:
+            asked = [cast(Array, c.asks) for c in active]
+            values, slopes = evaluate(np.concatenate(asked))
+            at = 0
+            for climb, points in zip(active, asked, strict=True):
+                part = slice(at, at := at + len(points))
+                climb.told(values[part], slopes[part], count)
+            _report(climbs, limits.progress)
     except KeyboardInterrupt:
-        best.ended(Code.INTERRUPTED, INTERRUPTED)
+        for climb in climbs:
+            climb.best.ended(Code.INTERRUPTED, INTERRUPTED)
         return
-    best.steps = search.state[point].get("n_iter", 0)
-    if math.isfinite(best.value):
-        best.ended(*_verdict(steepest, like.dtype, best.steps < limits.max_steps, limits.tol))
+    for climb in climbs:
+        climb.close(limits)
+        if climb.best.code != Code.CONVERGED and (name := _vanishing(problem, climb.best)):
+            climb.best.ended(
+                Code.STALLED,
+                f"{name} goes to zero and the likelihood grows without bound, as where a mode "
+                "explains a few observations exactly: keep it fixed, or share it between modes",
+            )
+
+
+def _vanishing(problem: Problem, best: Point) -> str | None:
+    """The name of a variance that has all but vanished on the way."""
+    for name, x in problem.coordinates.values(best.vector).items():
+        if name in COVARIANCES:
+            before = problem.coordinates.model.parameters[name].diagonal(dim1=-2, dim2=-1)
+            if bool((x.diagonal(dim1=-2, dim2=-1) < VANISHED * before).any()):
+                return name
+    return None
+
+
+class _Climb:
+    """One search, and the best point it has seen."""
+
+    def __init__(self, best: Point, limits: Limits) -> None:
+        self.best, self.like = best, best.vector
+        self.steps = [0]
+        start = best.vector.double().cpu().numpy()
+        self._search = minimize(start, limits.tol, limits.max_steps, self.steps)
+        self.asks: Array | None = next(self._search)
+        self.steepest = math.inf
+
+    def told(self, values: Array, slopes: Array, count: int) -> None:
+        """Log-likelihoods and slopes at the points asked for; the first is the search's own."""
+        value, slope = float(values[0]), slopes[0]
+        if not (math.isfinite(value) and math.isfinite(float(slope @ slope))):
+            self.best.ended(Code.NOT_FINITE, "the log-likelihood or its gradient is not finite")
+            values[0] = -math.inf
+        elif value > self.best.value:
+            self.best.vector = torch.from_numpy(cast(Array, self.asks)[0]).to(self.like)
+            self.best.value = value
+            self.steepest = float(abs(slope).max()) / count
+        try:
+            self.asks = self._search.send((-values / count, -slopes / count))
+        except StopIteration:
+            self.asks = None
+        self.best.steps = self.steps[0]
+
+    def close(self, limits: Limits) -> None:
+        """How it ended."""
+        if math.isfinite(self.best.value):
+            by_itself = self.best.steps < limits.max_steps
+            self.best.ended(*_verdict(self.steepest, self.like.dtype, by_itself, limits.tol))
+
+
+def _report(climbs: Sequence[_Climb], progress: ProgressCallback | None) -> None:
+    """One call for each step of the search that is furthest."""
+    done = max(c.best.steps for c in climbs)
+    told = max(c.best.told for c in climbs)
+    if progress is not None and done > told:
+        for c in climbs:
+            c.best.told = done
+        progress(Progress(done, None, "fitting", max(c.best.value for c in climbs)))
 
 
 def _verdict(steepest: float, dtype: torch.dtype, by_itself: bool, tol: float) -> tuple[Code, str]:
-    """How L-BFGS ended, from the largest slope per observation that is left."""
+    """How the search ended, from the largest slope per observation that is left."""
     if steepest <= tol:
         return Code.CONVERGED, "the gradient is within tol"
     if not by_itself:
@@ -147,8 +149,16 @@ def _verdict(steepest: float, dtype: torch.dtype, by_itself: bool, tol: float) -
     )
 
 
-def em(problem: Problem, best: Point, limits: Limits) -> None:
-    """Expectation-maximization, step by step, until a step gains less than the tolerance."""
+def em(problem: Problem, starts: Sequence[Point], limits: Limits) -> None:
+    """Expectation-maximization from one start after another."""
+    for best in starts:
+        _em(problem, best, limits)
+        if best.code == Code.INTERRUPTED:
+            return
+
+
+def _em(problem: Problem, best: Point, limits: Limits) -> None:
+    """Step by step, until a step gains less than the tolerance."""
     found = problem.coordinates
     model, least = found.at(best.vector), limits.tol * max(problem.count, 1)
     names = {b.name: b.mask for b in found.blocks}

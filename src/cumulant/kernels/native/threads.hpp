@@ -13,7 +13,7 @@
 #endif
 
 typedef int (*Parallel)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
-static Parallel torch_pool = nullptr;
+inline Parallel torch_pool = nullptr;  // one for all sources of the library
 
 // Scratch memory of one thread, kept from call to call up to a limit: fresh pages cost as much as arithmetic.
 class Arena {

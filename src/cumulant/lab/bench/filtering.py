@@ -1,4 +1,5 @@
-"""Filters against filterpy's IMM, fitting against statsmodels' Markov autoregression."""
+"""Filters against filterpy's IMM, fits against statsmodels' Markov autoregression, all on one
+thread, and the log-likelihood and its gradient against the torch recursion."""
 
 from __future__ import annotations
 
@@ -15,11 +16,18 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.filtering import SwitchingLinearGaussian, filter, fit, sample
+from cumulant.filtering.parameters import coordinates
+from cumulant.kernels.engines import engine
 from cumulant.lab.bench.timing import Row, interleave, row
 
 __all__ = ["run"]
 
 D = torch.float64
+FIELDS = (
+    *("log_likelihood", "step_log_likelihood", "mode_probabilities"),
+    *("predicted_mode_probabilities", "mean", "covariance", "mode_means", "mode_covariances"),
+    *("predicted_mean", "predicted_covariance", "observation_mean", "observation_covariance"),
+)
 
 
 def _other(name: str) -> Any:
@@ -73,9 +81,61 @@ def _filters(count: int, steps: int) -> tuple[Tensor, dict[str, Callable[[], obj
         raise RuntimeError("filterpy's IMM and ours do not agree")
     return y, {
         "filterpy IMM, one series": lambda: filterpy_imm(model, one),
-        "IMM, one series": lambda: filter(model, y[0], collapse="imm"),
+        "IMM, one series, all fields": lambda: _all_fields(model, y[0]),
         "GPB2, one series": lambda: filter(model, y[0]),
     }
+
+
+def _all_fields(model: SwitchingLinearGaussian, y: Tensor) -> list[Tensor]:
+    post = filter(model, y, collapse="imm")
+    return [getattr(post, name) for name in FIELDS]
+
+
+def _likelihoods(
+    model: SwitchingLinearGaussian, steps: int, free: tuple[str, ...]
+) -> dict[str, Callable[[], object]]:
+    """Value, and value with gradient in the free coordinates, by each recursion."""
+    y = sample(model, steps, generator=torch.Generator().manual_seed(0)).observations
+    found = coordinates(model, free)
+    start = found.vector(model)
+
+    def value() -> Tensor:
+        with torch.no_grad():
+            return filter(model, y).log_likelihood
+
+    def gradient() -> Tensor:
+        at = start.clone().requires_grad_()
+        return torch.autograd.grad(filter(found.at(at), y).log_likelihood, at)[0]
+
+    def by_torch(run: Callable[[], Tensor]) -> Callable[[], object]:
+        def case() -> Tensor:
+            with engine("torch"):
+                return run()
+
+        return case
+
+    count = f"gradient in {len(start)} parameters"
+    return {
+        "log-likelihood": value,
+        "log-likelihood, torch recursion": by_torch(value),
+        count: gradient,
+        f"{count}, torch recursion": by_torch(gradient),
+    }
+
+
+def two_states() -> SwitchingLinearGaussian:
+    """A level with a trend that moves little or much: 7 numbers to learn."""
+    eye = torch.eye(2, dtype=D)
+    return SwitchingLinearGaussian(
+        transition=torch.tensor([[0.95, 0.05], [0.1, 0.9]], dtype=D),
+        initial=torch.full((2,), 0.5, dtype=D),
+        dynamics=torch.tensor([[1.0, 1.0], [0.0, 0.9]], dtype=D),
+        dynamics_noise=torch.stack([0.05 * eye, 0.5 * eye]),
+        emission=torch.tensor([[1.0, 0.0]], dtype=D),
+        emission_noise=torch.ones(1, 1, dtype=D),
+        initial_mean=torch.zeros(2, dtype=D),
+        initial_covariance=eye,
+    )
 
 
 def growth(count: int) -> Tensor:
@@ -135,17 +195,26 @@ def _fits(count: int) -> dict[str, Callable[[], object]]:
         "fit, autoregression": lambda: fit(
             autoregression(), rows, inputs=lags, standard_errors=False
         ),
-        "fit, local level": lambda: fit(local_level(), rows, standard_errors=False),
+        "fit, local level, standard errors": lambda: fit(local_level(), rows),
     }
 
 
 def run(
     *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
-    """Measure everything; `progress` is called before every single run."""
+    """Measure everything on one thread; `progress` is called before every single run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(rounds, quick, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(rounds: int, quick: bool, progress: ProgressCallback | None) -> list[Row]:
     count, steps = (200, 100) if quick else (1000, 500)
     few = max(2, rounds // 3)
-    tick = counted(progress, 3 * (rounds + 1) + few + 3 * (few + 1))
+    tick = counted(progress, 3 * (rounds + 1) + few + (3 + 8) * (few + 1))
 
     def told(what: str) -> None:
         tick(what)
@@ -155,7 +224,7 @@ def run(
         seconds = interleave(cases, rounds=rounds, tick=told)
         base, label = "filterpy IMM, one series", f"{steps} steps, 3 modes, 4 states"
         rows = [
-            row(seconds, label, "IMM, one series", base, 1.5),
+            row(seconds, label, "IMM, one series, all fields", base, 0.01),
             row(seconds, label, "GPB2, one series", base, float("inf")),
         ]
         model, taken = target(), list[float]()
@@ -167,11 +236,20 @@ def run(
     theirs = statistics.median(seconds[base])
     ours = statistics.median(taken) / count
     what = f"GPB2, {count} series at once, each"
-    rows.append(Row(label, what, base, 1e3 * ours, 1e3 * theirs, ours / theirs, 0.01))
+    rows.append(Row(label, what, base, 1e3 * ours, 1e3 * theirs, ours / theirs, 0.004))
     seconds = interleave(_fits(40 if quick else 150), rounds=few, tick=told)
     label = f"{40 if quick else 150} observations, 2 regimes"
     against = "statsmodels MarkovAutoregression"
     seconds = {against if name == "statsmodels" else name: x for name, x in seconds.items()}
     rows.append(row(seconds, label, "fit, autoregression", against, 0.1))
-    rows.append(row(seconds, label, "fit, local level", against, 0.1))
+    rows.append(row(seconds, label, "fit, local level, standard errors", against, 0.5))
+    free = ("transition", "dynamics_noise", "emission_noise")
+    problems = (("2 modes, 2 states", two_states(), 0.005), ("3 modes, 4 states", target(), 0.03))
+    for sizes, model, most in problems:
+        cases = _likelihoods(model, steps, free)
+        seconds = interleave(cases, rounds=few, tick=told)
+        label = f"{steps} steps, {sizes}"
+        value, _, slope, _ = cases
+        rows.append(row(seconds, label, value, f"{value}, torch recursion", most))
+        rows.append(row(seconds, label, slope, f"{slope}, torch recursion", most))
     return rows

@@ -1,0 +1,1 @@
+"""The compiled recursion: C++ and how to call it."""
