@@ -60,28 +60,26 @@ def discretize(
     got, _ = numbers(me, **given, **({} if bias is None else {"bias": bias}))
     for name, x in got.items():
         finite(me, name, x)
-    F, D, dt = got["drift"], got["diffusion"], got["intervals"]
-    n = sized(me, "drift", F, 2)[-1]
-    b = got.get("bias", F.new_zeros(n))
-    if F.shape[-2:] != (n, n) or D.shape[-2:] != (n, n) or b.shape[-1:] != (n,):
+    shapes = got["drift"].shape, got["diffusion"].shape
+    n, dt = sized(me, "drift", got["drift"], 2)[-1], got["intervals"]
+    b = got.get("bias", got["drift"].new_zeros(n))
+    if any(shape[-2:] != (n, n) for shape in shapes) or b.shape[-1:] != (n,):
         raise InputError(
             f"{me}: drift must be (n, n) or (M, n, n), diffusion alike and bias (n,) or (M, n); "
-            f"they are {tuple(F.shape)}, {tuple(D.shape)} and {tuple(b.shape)}."
+            f"they are {tuple(shapes[0])}, {tuple(shapes[1])} and {tuple(b.shape)}."
         )
     if dt.ndim != 1:
         raise InputError(f"{me}: intervals must have shape (T,), not {tuple(dt.shape)}.")
     require(dt >= 0, lambda: f"{me}: intervals must not be negative; the least is {dt.min():.6g}.")
-    semi_definite(me, "diffusion", D)
-    lead = torch.broadcast_shapes(F.shape[:-2], D.shape[:-2], b.shape[:-1])
-    F, D = F.expand(*lead, n, n), D.expand(*lead, n, n)
-    block = F.new_zeros(*lead, 2 * n + 1, 2 * n + 1)
-    # [[F, b, 0], [0, 0, 0]] beside [[-F, D], [0, F']]: three exponentials in two, none subtracted.
+    semi_definite(me, "diffusion", got["diffusion"])
+    lead = torch.broadcast_shapes(*(shape[:-2] for shape in shapes), b.shape[:-1])
+    F, D = got["drift"].expand(*lead, n, n), got["diffusion"].expand(*lead, n, n)
     noise = torch.cat([torch.cat([-F, D], -1), torch.cat([torch.zeros_like(F), F.mT], -1)], -2)
-    moved = torch.cat(
-        [torch.cat([F, b.expand(*lead, n)[..., None]], -1), block[..., :1, : n + 1]], -2
-    )
+    # [[F, b], [0, 0]]: its exponential holds W and the integral of exp(F s) b.
+    affine = torch.cat([F, b.expand(*lead, n)[..., None]], -1)
+    affine = torch.cat([affine, torch.zeros_like(affine[..., :1, :])], -2)
     steps = dt.reshape(-1, *[1] * (len(lead) + 2))
-    forward = torch.linalg.matrix_exp(moved * steps)
+    forward = torch.linalg.matrix_exp(affine * steps)
     W = forward[..., :n, :n]
     Q = W @ torch.linalg.matrix_exp(noise * steps)[..., :n, n:]
     return Discretized(W, (Q + Q.mT) / 2, forward[..., :n, n])

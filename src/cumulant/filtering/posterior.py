@@ -107,7 +107,7 @@ def _only(x: Tensor, histories: int, otherwise: Callable[[Tensor], Tensor]) -> T
 
 
 def _given(belief: Belief) -> tuple[Tensor, Tensor, Tensor]:
-    return (belief.log_weights, *belief.message[:2])
+    return belief.log_weights, belief.message[0], belief.message[1]
 
 
 @dataclass(frozen=True, eq=False)
