@@ -7,6 +7,7 @@ from where CUMULANT_NATIVE=FOLDER loads it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -35,6 +36,15 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Wno-psabi"),
 ]
 SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def fingerprint() -> str:
+    """A digest of the C++ sources. The library carries it, so one of older sources is refused."""
+    digest = hashlib.sha256()
+    for folder in (SOURCES, FILTERS):
+        for path in sorted(folder.glob("*.[ch]pp")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def compiler() -> str | None:
@@ -67,6 +77,7 @@ def build(*, sanitized: Path | None = None) -> tuple[list[Path], list[str]]:
             *flags,
             *(SANITIZE if sanitized else []),
             f"-I{SOURCES}",
+            f'-DCUMULANT_SOURCES="{fingerprint()}"',
             *(str(SOURCES / "engine.cpp"), str(FILTERS / "filters.cpp")),
         ]
         done = subprocess.run([*line, "-o", str(made)], capture_output=True, text=True)

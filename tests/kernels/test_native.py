@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,23 @@ def test_the_extras_are_those_of_the_tiles(engine):
         1e-12,
     )
     assert torch.equal(out["top"].long(), top.indices)
+
+
+@needs_native
+def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    from cumulant.kernels.native import library as module
+
+    loaded = module.library()
+    assert not module._is_stale(loaded._handle)
+    here = tmp_path / "kernels" / "native"
+    shutil.copytree(Path(module.__file__).parent, here)
+    (tmp_path / "filtering").mkdir()
+    original = Path(module.__file__).parents[2] / "filtering" / "native"
+    shutil.copytree(original, tmp_path / "filtering" / "native")
+    monkeypatch.setattr(module, "__file__", str(here / "library.py"))
+    assert not module._is_stale(loaded._handle)
+    with (here / "problem.hpp").open("a") as file:
+        file.write("// one word more in a structure\n")
+    assert module._is_stale(loaded._handle)
+    with pytest.raises(module.Missing, match=r"of older sources: run python hatch_build\.py"):
+        module.library.__wrapped__()

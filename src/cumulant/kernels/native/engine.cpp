@@ -14,6 +14,7 @@ static int answer(void (*kernel)(const Problem&), const int64_t* words, double s
 #define API extern "C" __attribute__((visibility("default")))
 
 API void cumulant_use_pool(Parallel pool) { torch_pool = pool; }
+API const char* cumulant_sources() { return CUMULANT_SOURCES; }  // a digest of the sources, from the build
 #define KERNEL(name)                                                                                                                \
   API int cumulant_##name##_f32(const int64_t* words, double scale, double rate) { return answer(name<float>, words, scale, rate); }   \
   API int cumulant_##name##_f64(const int64_t* words, double scale, double rate) { return answer(name<double>, words, scale, rate); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import platform
 from collections.abc import Callable
@@ -71,11 +72,35 @@ def library() -> Library:
         except OSError as error:
             told.append(f"{build}: {error}")
             continue
+        if _is_stale(handle):
+            told.append(f"{build} is of older sources: run python hatch_build.py")
+            continue
         pool = _torch_pool()
         handle.cumulant_use_pool.argtypes = (ctypes.c_void_p,)
         handle.cumulant_use_pool(pool)
         return Library(build, handle)
     raise Missing("; ".join(told) + " (install with a C++ compiler at hand)")
+
+
+def _is_stale(handle: ctypes.CDLL) -> bool:
+    """Whether the C++ sources beside the library are not the ones it was built from.
+
+    Its structures would not be those that Python fills in. An installed wheel cannot be stale.
+    """
+    here = Path(__file__).parent
+    sources = (here, here.parents[1] / "filtering" / "native")
+    paths = [path for folder in sources for path in sorted(folder.glob("*.[ch]pp"))]
+    if not paths:
+        return False
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    try:
+        handle.cumulant_sources.restype = ctypes.c_char_p
+        built: bytes = handle.cumulant_sources()
+    except AttributeError:
+        return True
+    return built.decode() != digest.hexdigest()[:16]
 
 
 def _torch_pool() -> int | None:
