@@ -264,7 +264,7 @@ def _prepared(post: Posterior) -> Iterator[tuple[int, _Gains]]:
         shape = beliefs[t - 1].log_weights.shape
         n = post.model.state_size
         room = max(MOST_NUMBERS // max(shape.numel() * shape[-1] * n * n, 1), 1)
-        begin = max(t - room, 0)
+        begin: int = max(t - room, 0)
         while not alike(beliefs[begin], beliefs[t - 1]) or not alike(
             beliefs[begin + 1], beliefs[t]
         ):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from cumulant.core.typed import Function, forward_ad, functorch
 from cumulant.filtering.kalman import GaussianBank, OverTime
 from cumulant.filtering.moments import Affine
 from cumulant.filtering.native import calls
@@ -48,15 +48,9 @@ def _readable(x: Tensor) -> bool:
     """Whether a tensor has an address, and nothing but reverse mode can ask for derivatives."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
         return False
-    if torch.compiler.is_compiling() or _wrapped()(x):
+    if torch.compiler.is_compiling() or functorch.is_functorch_wrapped_tensor(x):
         return False
     return forward_ad._current_level < 0 or forward_ad.unpack_dual(x).tangent is None
-
-
-@cache
-def _wrapped() -> Any:
-    inside: Any = torch._C
-    return inside._functorch.is_functorch_wrapped_tensor
 
 
 def run_compiled(bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: bool) -> Run | None:
@@ -169,7 +163,7 @@ def _like(total: Tensor | None, given: Tensor) -> Tensor | None:
     return None if total is None else total.sum_to_size(given.shape)
 
 
-class _Found(torch.autograd.Function):
+class _Found(Function):
     """What is given to what is found."""
 
     @staticmethod
@@ -199,7 +193,7 @@ class _Found(torch.autograd.Function):
         return None, *(_like(x, y) for x, y in zip(to, given, strict=True))
 
 
-class _Gradient(torch.autograd.Function):
+class _Gradient(Function):
     """What is given, and seeds of what is found, to the gradient of <seeds, found>."""
 
     @staticmethod

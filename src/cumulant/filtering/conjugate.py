@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -150,7 +150,8 @@ class SwitchingConjugate:
 
 
 def _for_modes(owner: str, name: str, given: Any, modes: int) -> list[Any]:
-    out = list(given) if isinstance(given, list | tuple) else [given] * modes
+    several = isinstance(given, list | tuple)
+    out = list(cast(Sequence[Any], given)) if several else [given] * modes
     if len(out) != modes:
         raise InputError(f"{owner}: {name} has {len(out)} entries for {modes} modes (transition).")
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, require
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions, linalg
 from cumulant.filtering.model_checks import semi_definite, sized
 
 __all__ = ["Discretized", "discretize"]
@@ -72,14 +73,14 @@ def discretize(
         raise InputError(f"{me}: intervals must have shape (T,), not {tuple(dt.shape)}.")
     require(dt >= 0, lambda: f"{me}: intervals must not be negative; the least is {dt.min():.6g}.")
     semi_definite(me, "diffusion", got["diffusion"])
-    lead = torch.broadcast_shapes(*(shape[:-2] for shape in shapes), b.shape[:-1])
+    lead = functions.broadcast_shapes(*(shape[:-2] for shape in shapes), b.shape[:-1])
     F, D = got["drift"].expand(*lead, n, n), got["diffusion"].expand(*lead, n, n)
     noise = torch.cat([torch.cat([-F, D], -1), torch.cat([torch.zeros_like(F), F.mT], -1)], -2)
     # [[F, b], [0, 0]]: its exponential holds W and the integral of exp(F s) b.
     affine = torch.cat([F, b.expand(*lead, n)[..., None]], -1)
     affine = torch.cat([affine, torch.zeros_like(affine[..., :1, :])], -2)
     steps = dt.reshape(-1, *[1] * (len(lead) + 2))
-    forward = torch.linalg.matrix_exp(affine * steps)
+    forward = linalg.matrix_exp(affine * steps)
     W = forward[..., :n, :n]
-    Q = W @ torch.linalg.matrix_exp(noise * steps)[..., :n, n:]
+    Q = W @ linalg.matrix_exp(noise * steps)[..., :n, n:]
     return Discretized(W, (Q + Q.mT) / 2, forward[..., :n, n])

@@ -16,7 +16,7 @@ from cumulant.core.outcome import Code, Outcome
 from cumulant.core.progress import ProgressCallback
 from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functional, linalg
 from cumulant.filtering.evidence import Evidence, FitReport, steps_given
 from cumulant.filtering.frames import PandasLike, labels_of, parameter_frame
 from cumulant.filtering.kalman import inputs_of
@@ -349,7 +349,7 @@ def _standard_errors(
         def entries(v: Tensor, name: str = name) -> Tensor:
             return found.values(v)[name].reshape(-1)
 
-        jacobian: Any = torch.autograd.functional.jacobian(entries, vector.detach())
+        jacobian = functional.jacobian(entries, vector.detach())
         white = linalg.solve_triangular(root, jacobian.mT, upper=False)
         out[name] = white.square().sum(-2).sqrt().reshape(value.shape)
     return out

@@ -189,7 +189,7 @@ class Renew(Map):
 
 def member_of(owner: str, measure: Any) -> Any:
     """The measure as a member of one of the families; in a Gaussian the covariance moves too."""
-    kind = type(measure)
+    kind = cast(type[object], type(measure))
     if kind is not Gaussian and kind not in FAMILIES:
         raise InputError(
             f"{owner}: expected a Gamma, Beta, Dirichlet, Gaussian or MeanCovarianceGaussian, not "

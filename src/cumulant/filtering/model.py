@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -353,7 +353,8 @@ def _matrices(name: str, given: Any, dimensions: int = 2) -> list[Tensor]:
     what = "matrices" if dimensions == 2 else "vectors"
     if not isinstance(given, list | tuple) or not given:
         raise InputError(f"embedded: {name} must be a list of {what}, one for each mode.")
-    got, _ = numbers("embedded", **{f"{name} of mode {j}": x for j, x in enumerate(given)})
+    parts = enumerate(cast(Sequence[Any], given))
+    got, _ = numbers("embedded", **{f"{name} of mode {j}": x for j, x in parts})
     for label, x in got.items():
         finite("embedded", label, x)
         if x.ndim != dimensions:

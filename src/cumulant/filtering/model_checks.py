@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, holds, numbers, require, semi_definite
@@ -108,9 +109,7 @@ def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torc
         x = values_of(owner, name, x)
     if not isinstance(x, Tensor):
         try:
-            if isinstance(x, np.ndarray) and not x.flags.writeable:
-                x = x.copy()  # torch would warn, although nobody writes to it
-            x = torch.as_tensor(x, device=device)
+            x = torch.as_tensor(_writable(x), device=device)
             x = x if x.is_complex() or x.dtype == torch.bool else x.to(dtype)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
@@ -121,6 +120,14 @@ def real_numbers(owner: str, name: str, x: Any, dtype: torch.dtype, device: torc
     if x.layout != torch.strided:
         raise InputError(f"{owner}: {name} must be dense: use .to_dense().")
     return x
+
+
+def _writable(x: Any) -> Any:
+    """Read-only arrays as copies: torch would warn, although nobody writes to them."""
+    if not isinstance(x, np.ndarray):
+        return x
+    array = cast(NDArray[np.generic], x)
+    return array if array.flags.writeable else array.copy()
 
 
 def next_row(owner: str, y: Any, past: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def _array(path: Any, key: str, value: Any) -> Tensor:
             return ()
         if not isinstance(x, list):
             raise InputError(f"{path}: {key} must hold numbers only, not {x!r}.")
-        items: list[Any] = x
+        items = cast(list[Any], x)
         inner = {shape(each) for each in items}
         if len(inner) > 1:
             raise InputError(f"{path}: {key} must be a full table, but its parts differ in length.")
@@ -176,7 +176,7 @@ def _unfolded(key: str, x: Tensor, want: list[int], modes: int) -> Tensor:
 def _names(path: Any, key: str, given: Any, usual: str, count: int) -> list[str]:
     if given is None:
         return [f"{usual} {k + 1}" for k in range(count)]
-    names: list[Any] = given if isinstance(given, list) else [given]
+    names = cast(list[Any], given) if isinstance(given, list) else [given]
     if len(names) != count or not all(isinstance(x, str) and x.strip() for x in names):
         raise InputError(f"{path}: {key} must be {counted(count, 'name')}, not {given!r}.")
     if len(set(names)) != count:

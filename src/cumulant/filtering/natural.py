@@ -22,6 +22,7 @@ from cumulant.filtering.kalman import log_probability
 from cumulant.filtering.posterior import Filtered, flat, over_time
 from cumulant.filtering.recursion import Belief, Message
 from cumulant.measures.conjugate import _message
+from cumulant.measures.family import ExponentialFamily
 from cumulant.measures.gaussian import LOG_2PI, Gaussian, MeanCovarianceGaussian
 from cumulant.measures.measure import Measure
 from cumulant.measures.newton import wide
@@ -160,18 +161,19 @@ class ConjugatePosterior(Filtered):
     @kept
     def moments(self) -> Sequence[Belief]:
         """The beliefs after each step, with mean and covariance of the state for messages."""
-        members = [type(self.model.prior).from_natural(b.message[0]) for b in self.beliefs[1:]]
+        prior: ExponentialFamily = self.model.prior
+        members = [type(prior).from_natural(b.message[0]) for b in self.beliefs[1:]]
         weights = [b.log_weights for b in self.beliefs[1:]]
         return [Belief(w, member.moments()) for w, member in zip(weights, members, strict=True)]
 
     @kept
     def mode_measures(self) -> Measure:
         """The M-projected law of x_t given A_t, of batch shape ``(*batch, T, M)``."""
-        family = self.model.prior
+        prior: ExponentialFamily = self.model.prior
         theta = over_time(
-            self.beliefs[1:], lambda b: projected(family, b.log_weights, b.message[0]).squeeze(-3)
+            self.beliefs[1:], lambda b: projected(prior, b.log_weights, b.message[0]).squeeze(-3)
         )
-        return type(family).from_natural(theta)._to(self.observations[0].dtype)
+        return type(prior).from_natural(theta)._to(self.observations[0].dtype)
 
     def measure(self, t: int = -1) -> Measure:
         """The M-projected law of x_t, batch shape ``(*batch,)``; by default of the last step."""
@@ -182,5 +184,6 @@ class ConjugatePosterior(Filtered):
         if not -self.steps <= t < self.steps:
             raise InputError(f"measure: t must be one of the {self.steps} steps, not {t}.")
         log_weights, (theta,) = flat(self.beliefs[1:][t])
-        theta = projected(self.model.prior, log_weights, theta)[..., 0, 0, :]
-        return type(self.model.prior).from_natural(theta)._to(self.observations[0].dtype)
+        prior: ExponentialFamily = self.model.prior
+        theta = projected(prior, log_weights, theta)[..., 0, 0, :]
+        return type(prior).from_natural(theta)._to(self.observations[0].dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -96,7 +96,8 @@ class SwitchingNonlinear(SwitchingLinearGaussian):
         }
 
     def _functions(self, which: str, given: Any, size: int) -> list[Function]:
-        found = list(given) if isinstance(given, Sequence) else [given] * self.modes
+        several = isinstance(given, Sequence)
+        found = list(cast(Sequence[Any], given)) if several else [given] * self.modes
         if len(found) != self.modes or not all(callable(f) for f in found):
             raise InputError(
                 f"SwitchingNonlinear: {which} must be a function or a list of {self.modes} "

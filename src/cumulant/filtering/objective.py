@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.typed import functions
 from cumulant.filtering.compiled import problem_of, takes
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.kalman import GaussianBank
@@ -148,7 +149,7 @@ def _by_autograd(problem: Problem) -> Objective:
     like = problem.coordinates.model.parameters["transition"]
 
     def at(points: Array) -> Evaluation:
-        vectors = torch.from_numpy(points).to(like).requires_grad_()
+        vectors = functions.from_numpy(points).to(like).requires_grad_()
         values = problem.at(vectors if len(points) > 1 else vectors[0]).reshape(-1)
         (slopes,) = torch.autograd.grad(values.sum(), vectors)
         return Evaluation(values.detach().double().numpy(), slopes.double().numpy())
@@ -177,7 +178,7 @@ def _differences(problem: Problem) -> Objective:
             [points[:, None], points[:, None] + beside, points[:, None] - beside], 1
         )
         with torch.no_grad():
-            flat = torch.from_numpy(all_points.reshape(-1, P))
+            flat = functions.from_numpy(all_points.reshape(-1, P))
             try:
                 values = problem.at(flat).double().numpy().reshape(len(points), -1)
             except InputError:  # some point has no density: by itself, then
@@ -226,7 +227,7 @@ def _piece(block: Block | ScaleBlock, at: slice) -> _Piece:
     if isinstance(block, ScaleBlock):
         return _scale_piece(block, at)
     start, chosen = block.start.double().numpy(), np.flatnonzero(block.mask.numpy())
-    shape = start.shape
+    shape: tuple[int, ...] = start.shape
 
     def scattered(x: Array, base: Array) -> Array:
         out = np.empty((len(x), base.size))
@@ -332,7 +333,7 @@ class _Compiled:
             tensors, wanted = list(tensors), [k in arrays for k in range(len(GIVEN))]
             for k, x in arrays.items():
                 x = np.ascontiguousarray(x if B == 1 else np.repeat(x, B, 0))
-                tensors[k] = torch.from_numpy(x)
+                tensors[k] = functions.from_numpy(x)
             totals, digits, to = calls.gradient(plan, tensors, [seeds], wanted)
             bars = {k: self._summed(to[k], S) for k in arrays}
             slopes = np.empty_like(points)
@@ -353,7 +354,7 @@ class _Compiled:
             plan = replace(self.plan, series=S * B)
             seeds = torch.ones(S * B, 1 if plan.total_only else plan.steps, dtype=torch.float64)
             seeds[:, : self.first] = 0.0  # steps that are given
-            self._kept[S] = plan, [torch.from_numpy(x) for x in each], seeds
+            self._kept[S] = plan, [functions.from_numpy(x) for x in each], seeds
         return self._kept[S]
 
     def _summed(self, x: Tensor | None, S: int) -> Array:

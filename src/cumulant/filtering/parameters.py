@@ -6,7 +6,7 @@ the logarithms of L's diagonal; everything else is itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,9 @@ def coordinates(model: SwitchingLinearGaussian, free: Free = None) -> Coordinate
     elif isinstance(free, Mapping):
         chosen = dict(free)
     else:
-        names: Any = [free] if isinstance(free, str) else free
-        if not isinstance(names, list | tuple | set) or not all(isinstance(n, str) for n in names):
+        given: Any = [free] if isinstance(free, str) else free
+        names: Collection[Any] = given
+        if not isinstance(given, list | tuple | set) or not all(isinstance(n, str) for n in names):
             raise InputError(f"fit: free must be names or a dict of names, not {free!r}.")
         chosen = dict.fromkeys(names, True)
     functions = getattr(model, "functions", {})

@@ -14,7 +14,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code
 from cumulant.core.progress import Progress, ProgressCallback
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functions, linalg
 from cumulant.filtering.em import expectation_maximization, supported
 from cumulant.filtering.model import COVARIANCES
 from cumulant.filtering.objective import Array, Problem, objective_of
@@ -108,7 +108,7 @@ class _Climb:
             self.best.ended(Code.NOT_FINITE, "the log-likelihood or its gradient is not finite")
             values[0] = -math.inf
         elif value > self.best.value:
-            self.best.vector = torch.from_numpy(cast(Array, self.asks)[0]).to(self.like)
+            self.best.vector = functions.from_numpy(cast(Array, self.asks)[0]).to(self.like)
             self.best.value = value
             self.steepest = float(abs(slope).max()) / count
         try:
