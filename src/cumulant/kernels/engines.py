@@ -8,6 +8,9 @@ torch tiles support everything.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -85,7 +88,17 @@ def engines() -> dict[str, Status]:
         native = Status(True, "compiled, float32 and float64", library().instruction_set)
     except Missing as error:
         native = Status(False, str(error), None)
-    return {"torch": tiles, "native": native}
+    return {"torch": tiles, "native": native, "triton": _triton()}
+
+
+def _triton() -> Status:
+    if importlib.util.find_spec("triton") is None:
+        return Status(False, "the package triton is not installed", None)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Status(True, "in Triton's interpreter, slow: for tests", None)
+    if not torch.cuda.is_available():
+        return Status(False, "torch finds no GPU", None)
+    return Status(True, "float32 and half precision on GPUs; only where asked for by name", None)
 
 
 @contextmanager
@@ -96,7 +109,7 @@ def engine(name: str) -> Generator[None]:
     support (derivatives of third order and higher, other devices) still go to the torch tiles.
 
     Args:
-        name: "torch" or "native".
+        name: "torch", "native" or "triton".
 
     Raises:
         InputError: unknown engine, or it cannot run here; the message says why.
@@ -125,8 +138,11 @@ def compiled() -> Engine | None:
     It reads and writes memory without torch's dispatcher. If a mode intercepts torch's operations,
     to record them or to count FLOPs, the torch engine computes.
     """
-    if _asked.get() not in (None, "native") or torch._C._len_torch_dispatch_stack():
+    asked = _asked.get()
+    if asked == "torch" or torch._C._len_torch_dispatch_stack():
         return None
+    if asked == "triton":
+        return cast(Engine, importlib.import_module("cumulant.kernels.triton.answers"))
     try:
         library()
     except Missing:

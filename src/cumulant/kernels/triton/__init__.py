@@ -1,0 +1,1 @@
+"""The GPU engine: the questions of ``engines.py`` answered by Triton kernels."""
