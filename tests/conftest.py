@@ -107,13 +107,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("engines")
 
 # The tests of these folders and files run on every engine that can run on this machine, except
-# those that take no sum over keys.
+# those that take no sum over keys or choose an engine themselves.
 ON_EVERY_ENGINE = {
     *("kernels", "attention", "laws"),
     *("test_filters.py", "test_filter_derivatives.py", "test_filtering_edges.py"),
     *("test_fitting.py", "test_other_packages.py", "test_smoothing.py"),
 }
-ON_NONE = {"test_projection.py", "test_gibbs.py"}
+ON_NONE = {"test_projection.py", "test_gibbs.py", "test_triton.py"}
 
 
 def pytest_generate_tests(metafunc):
