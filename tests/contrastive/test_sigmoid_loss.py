@@ -130,7 +130,7 @@ def test_lower_precision(dtype):
         ({"temperature": 0.0}, "sigmoid_loss: temperature must be positive"),
         ({"reduction": "median"}, "sigmoid_loss: reduction"),
         ({"key": torch.zeros(M, 4)}, "sigmoid_loss: key holds a zero vector"),
-        ({"key": torch.ones(M, 5)}, "with one d"),
+        ({"key": torch.ones(M, 5)}, "same d"),
     ],
 )
 def test_bad_input(wrong, said):

@@ -144,7 +144,7 @@ def refusals(group, rank, size):
         ours.energy(state if rank == 0 else state[:, :3])
     with pytest.raises(InputError, match="at least one pattern"):
         ours.remove(list(range(10)))
-    with pytest.raises(InputError, match="some rank"):
+    with pytest.raises(InputError, match="at least one rank"):
         cm.Memory(ShardedKeys(state[:0], group=group))
     with pytest.raises(InputError, match="have their values"):
         cm.Memory(ShardedKeys(state, group=group), values=state)
