@@ -146,7 +146,7 @@ def refusals(group, rank, size):
         ours.remove(list(range(10)))
     with pytest.raises(InputError, match="at least one rank"):
         cm.Memory(ShardedKeys(state[:0], group=group))
-    with pytest.raises(InputError, match="have their values"):
+    with pytest.raises(InputError, match="pass values with sharded patterns"):
         cm.Memory(ShardedKeys(state, group=group), values=state)
     assert ours.energy(state).isfinite().all()
 
