@@ -29,7 +29,9 @@ TIERS = {
         "test_documents.py",
         "test_package.py",
         "test_cli.py",
+        "core/test_core_files.py",
         "fuzz/",
+        "integrations/",
         "laws/test_population.py",
         "laws/test_projection.py",
         "laws/test_gibbs.py",
@@ -37,6 +39,7 @@ TIERS = {
         "derivatives/test_training_with_jvps.py",
         "derivatives/test_transformers.py",
         "dynamics/test_step.py::test_a_hundred_thousand_points_step",
+        "filtering/test_calibration.py",
         "filtering/test_filter_command.py",
         "filtering/test_filter_derivatives.py::test_single_precision_stays",
         "filtering/test_filter_example.py",
@@ -49,6 +52,7 @@ TIERS = {
         "lens/test_lens_models.py",
         "lens/test_model_types.py",
         "measures/test_edges.py::test_mixtures_know_their_hull",
+        "measures/test_families.py",
     ),
 }
 
