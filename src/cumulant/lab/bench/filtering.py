@@ -23,6 +23,7 @@ from cumulant.lab.bench.timing import Row, interleave, row
 __all__ = ["run"]
 
 D = torch.float64
+_REPEATS = 20  # of calls of about a millisecond, which a fit makes one after another
 FIELDS = (
     *("log_likelihood", "step_log_likelihood", "mode_probabilities"),
     *("predicted_mode_probabilities", "mean", "covariance", "mode_means", "mode_covariances"),
@@ -221,7 +222,8 @@ def _run(rounds: int, quick: bool, progress: ProgressCallback | None) -> list[Ro
 
     with torch.no_grad():
         y, cases = _filters(count, steps)
-        seconds = interleave(cases, rounds=rounds, tick=told)
+        short = {"IMM, one series, all fields": _REPEATS, "GPB2, one series": _REPEATS}
+        seconds = interleave(cases, rounds=rounds, tick=told, repeats=short)
         base, label = "filterpy IMM, one series", f"{steps} steps, 3 modes, 4 states"
         rows = [
             row(seconds, label, "IMM, one series, all fields", base, 0.01),
@@ -247,9 +249,10 @@ def _run(rounds: int, quick: bool, progress: ProgressCallback | None) -> list[Ro
     problems = (("2 modes, 2 states", two_states(), 0.005), ("3 modes, 4 states", target(), 0.03))
     for sizes, model, most in problems:
         cases = _likelihoods(model, steps, free)
-        seconds = interleave(cases, rounds=few, tick=told)
-        label = f"{steps} steps, {sizes}"
         value, _, slope, _ = cases
+        short = {value: _REPEATS, slope: _REPEATS}
+        seconds = interleave(cases, rounds=few, tick=told, repeats=short)
+        label = f"{steps} steps, {sizes}"
         rows.append(row(seconds, label, value, f"{value}, torch recursion", most))
         rows.append(row(seconds, label, slope, f"{slope}, torch recursion", most))
     return rows

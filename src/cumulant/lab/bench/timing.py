@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
@@ -52,16 +53,26 @@ def interleave(
     rounds: int,
     tick: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
+    repeats: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per round of every case, run in turn so that drift hits all alike."""
+    """Seconds per round of every case, run in turn so that drift hits all alike.
+
+    Garbage is collected before each case, so that none pays for the graphs of the one before it.
+    `repeats` are calls of a case in one round, of which the mean counts: for calls so short that the
+    caches would be cold after the other cases.
+    """
+    repeats = repeats or {}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 1):
         for name, run in cases.items():
             tick(name)
+            gc.collect()
+            count = repeats.get(name, 1)
             start = clock()
-            run()
+            for _ in range(count):
+                run()
             if turn:  # the first round warms up
-                seconds[name].append(clock() - start)
+                seconds[name].append((clock() - start) / count)
     return seconds
 
 
