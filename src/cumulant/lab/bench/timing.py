@@ -58,8 +58,8 @@ def interleave(
     """Seconds per round of every case, run in turn so that drift hits all alike.
 
     Garbage is collected before each case, so that none pays for the graphs of the one before it.
-    `repeats` are calls of a case in one round, of which the mean counts: for calls so short that the
-    caches would be cold after the other cases.
+    `repeats` are calls of a case in one round, of which the mean counts: for calls so short that
+    the caches would be cold after the other cases.
     """
     repeats = repeats or {}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
