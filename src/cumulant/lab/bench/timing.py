@@ -119,12 +119,10 @@ def machine() -> str:
 
 
 def load() -> str:
-    """How busy the machine is now, in words; ask before measuring."""
+    """The load average, for the reader to judge by; ask before measuring."""
     if not hasattr(os, "getloadavg"):
         return "load unknown"
-    now, processors = os.getloadavg()[0], os.cpu_count() or 1
-    busy = "busy" if now > 0.25 * processors else "quiet"
-    return f"{busy} at the start (load average {now:.1f} on {processors} processors)"
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} processors at the start"
 
 
 def aim(row: Row, stated: bool) -> str:
