@@ -225,3 +225,14 @@ def test_simulate_interrupted_leaves_what_it_had(tmp_path):
     assert process.returncode == 130
     assert "the run so far is in" in said
     assert len(cm.dynamics.Trajectory.load(path).times) > 3
+
+
+def test_help_and_version_do_not_import_torch():
+    """Nobody waits two seconds to read what the command can do."""
+    program = (
+        "import sys; from cumulant.cli import main; sys.argv = ['cumulant', {!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    for option in ("--help", "--version"):
+        subprocess.run([sys.executable, "-c", program.format(option)], check=True)

@@ -7,51 +7,6 @@ derivative of its log-normalizer G.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cumulant.attention import (
-    Attended,
-    Received,
-    TopKeys,
-    attend,
-    attend_packed,
-    merge,
-    rollout,
-    scaled_dot_product_attention,
-    sdpa_replaced,
-)
-from cumulant.core.errors import (
-    ConvergenceError,
-    GroupError,
-    InputError,
-    NoSolutionError,
-    UnknownFieldError,
-)
-from cumulant.core.outcome import Outcome
-from cumulant.core.renamed import moved
-from cumulant.kernels.engines import engine
-from cumulant.measures import (
-    Bernoulli,
-    Beta,
-    Binomial,
-    Categorical,
-    Dirichlet,
-    Empirical,
-    Exponential,
-    FixedShapeGamma,
-    Gamma,
-    Gaussian,
-    GaussianMixture,
-    Geometric,
-    MeanCovarianceGaussian,
-    Measure,
-    Mixture,
-    Poisson,
-    VonMisesFisher,
-    from_torch,
-    maximum_entropy,
-    posterior,
-    project,
-)
-
 if TYPE_CHECKING:
     from cumulant import (
         contrastive,
@@ -63,8 +18,51 @@ if TYPE_CHECKING:
         memory,
         nn,
     )
+    from cumulant.attention import (
+        Attended,
+        Received,
+        TopKeys,
+        attend,
+        attend_packed,
+        merge,
+        rollout,
+        scaled_dot_product_attention,
+        sdpa_replaced,
+    )
     from cumulant.contrastive import linear_cross_entropy
+    from cumulant.core.errors import (
+        ConvergenceError,
+        GroupError,
+        InputError,
+        NoSolutionError,
+        UnknownFieldError,
+    )
+    from cumulant.core.outcome import Outcome
     from cumulant.derivatives import DerivativeReport, check_derivatives, differentiable
+    from cumulant.kernels.engines import engine
+    from cumulant.measures import (
+        Bernoulli,
+        Beta,
+        Binomial,
+        Categorical,
+        Dirichlet,
+        Empirical,
+        Exponential,
+        FixedShapeGamma,
+        Gamma,
+        Gaussian,
+        GaussianMixture,
+        Geometric,
+        MeanCovarianceGaussian,
+        Measure,
+        Mixture,
+        Poisson,
+        VonMisesFisher,
+        from_torch,
+        maximum_entropy,
+        posterior,
+        project,
+    )
     from cumulant.memory import Memory
 
 __version__ = "0.2.0"
@@ -122,19 +120,28 @@ __all__ = [
     "sdpa_replaced",
 ]
 
-# The parts that stand on attention and measures are imported when they are first asked for, so that
+# Everything is imported when it is first asked for: `cumulant --help` does not wait for torch, and
 # whoever wants a derivative of attention does not wait for filters.
 _PARTS = (
-    *("contrastive", "derivatives", "distributed", "dynamics"),
-    *("filtering", "lens", "memory", "nn"),
+    *("attention", "contrastive", "core", "derivatives", "distributed", "dynamics"),
+    *("filtering", "integrations", "kernels", "lens", "measures", "memory", "nn", "testing"),
 )
-_NAMES = {
-    "DerivativeReport": "derivatives",
-    "Memory": "memory",
-    "check_derivatives": "derivatives",
-    "differentiable": "derivatives",
-    "linear_cross_entropy": "contrastive",
+_HOMES = {
+    "attention": """
+        Attended Received TopKeys attend attend_packed merge rollout scaled_dot_product_attention
+        sdpa_replaced""",
+    "contrastive": "linear_cross_entropy",
+    "core.errors": "ConvergenceError GroupError InputError NoSolutionError UnknownFieldError",
+    "core.outcome": "Outcome",
+    "derivatives": "DerivativeReport check_derivatives differentiable",
+    "kernels.engines": "engine",
+    "measures": """
+        Bernoulli Beta Binomial Categorical Dirichlet Empirical Exponential FixedShapeGamma Gamma
+        Gaussian GaussianMixture Geometric MeanCovarianceGaussian Measure Mixture Poisson
+        VonMisesFisher from_torch maximum_entropy posterior project""",
+    "memory": "Memory",
 }
+_NAMES = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 # Names that moved. Asking for the old one says where the new one is.
 _MOVED = {"Normal": "cumulant.MeanCovarianceGaussian", "claims": "cumulant.lab.claims"}
@@ -144,7 +151,11 @@ def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return import_module(f"cumulant.{name}")
     if name in _NAMES:
-        return getattr(import_module(f"cumulant.{_NAMES[name]}"), name)
+        found = getattr(import_module(f"cumulant.{_NAMES[name]}"), name)
+        globals()[name] = found
+        return found
+    from cumulant.core.renamed import moved
+
     moved("cumulant", name, _MOVED)
 
 

@@ -19,6 +19,7 @@ from cumulant.core.files import destination, write_file
 from cumulant.lab.bench.timing import Row, aim, load, machine, markdown, short
 
 bench = typer.Typer(
+    add_completion=False,
     help="Time Cumulant against the real alternative, interleaved in one run.",
 )
 

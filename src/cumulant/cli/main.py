@@ -4,31 +4,58 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from cumulant.cli.bench import bench
-from cumulant.cli.claims import claims
-from cumulant.cli.doctor import doctor
-from cumulant.cli.filter import filter_series
-from cumulant.cli.lens import lens
-from cumulant.cli.report import report
-from cumulant.cli.simulate import simulate
 from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import printable
 
+# Each command: its module, the function or application in it, and a line for --help. A command is
+# imported when it runs, so that --help and --version do not wait for torch.
+COMMANDS = {
+    "report": ("report", "report", "Write one self-contained page with every result."),
+    "claims": ("claims", "claims", "Test every claim of the paper and its drafts."),
+    "lens": ("lens", "lens", "Show what attention does in a model, token by token."),
+    "filter": ("filter", "filter_series", "Find the regimes and the hidden states of a series."),
+    "simulate": ("simulate", "simulate", "Simulate a cloud of points that attends to itself."),
+    "bench": ("bench", "bench", "Time Cumulant against the real alternative, in one run."),
+    "doctor": ("doctor", "doctor", "Show versions and engines, or check derivatives."),
+}
+
+
+class _Deferred(TyperCommand):
+    """A command known by its line of help, until it is called."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> Any:
+        module, name, _ = COMMANDS[self.name or ""]
+        found = getattr(import_module(f"cumulant.cli.{module}"), name)
+        if not isinstance(found, typer.Typer):
+            whole = typer.Typer(add_completion=False)
+            whole.command(self.name)(found)
+            found = whole
+        return get_command(found).make_context(info_name, args, *rest, **more)
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return _Deferred(cmd_name, help=COMMANDS[cmd_name][2])
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Cumulant, the calculus of attention.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
-app.command()(report)
-app.command()(claims)
-app.command()(simulate)
-app.command("filter")(filter_series)
-app.command()(lens)
-app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)
