@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulant.attention.held import Held
 from cumulant.attention.source import FIELDS, Source
 from cumulant.core.checks import broadcasts_to, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Mode, kept
 from cumulant.core.precision import widened
@@ -29,6 +30,8 @@ class TopKeys(NamedTuple):
 
     weights: Tensor
     indices: Tensor
+
+    __repr__ = described_fields
 
 
 class Attended(Lazy):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cumulant.attention.attended import Attended
 from cumulant.core.checks import broadcasts_to
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 
 __all__ = ["Received"]
@@ -38,6 +39,8 @@ class Received:
 
     total: Tensor
     count: Tensor
+
+    __repr__ = described_fields
 
     def __post_init__(self) -> None:
         if not broadcasts_to(self.count.shape, self.total.shape):

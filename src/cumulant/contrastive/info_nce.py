@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulant.contrastive.call import Call, Reduction, Similarity
 from cumulant.contrastive.group import ContrastiveGroup, Reduce
 from cumulant.contrastive.scores import Scores, both_sides, spread, with_queue
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.renamed import renamed
 from cumulant.kernels.merge import Pool
@@ -35,6 +36,8 @@ class Contrast:
     log_normalizer: Tensor
     entropy: Tensor
     effective_negatives: Tensor
+
+    __repr__ = described_fields
 
 
 @renamed(details="contrast(...)")

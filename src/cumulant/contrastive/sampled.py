@@ -61,6 +61,9 @@ class AliasSampler:
     def __len__(self) -> int:
         return len(self._alias)
 
+    def __repr__(self) -> str:
+        return f"AliasSampler({len(self)} classes)"
+
     def sample(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws of this shape."""
         sizes = [whole("AliasSampler", "each size", n, 0) for n in shape]

@@ -15,6 +15,7 @@ from torch import Tensor
 from cumulant.contrastive.call import Reduction
 from cumulant.contrastive.vocabulary_call import Problem, VocabularyCall
 from cumulant.core.checks import holds
+from cumulant.core.describing import described_fields
 from cumulant.distributed.maps import total
 from cumulant.distributed.ranks import Ranks
 from cumulant.kernels.attention import Options, attention
@@ -30,12 +31,16 @@ class LossAndLse(NamedTuple):
     loss: Tensor
     lse: Tensor
 
+    __repr__ = described_fields
+
 
 class LossAndEntropy(NamedTuple):
     """What `linear_cross_entropy` returns with ``return_entropy=True``."""
 
     loss: Tensor
     entropy: Tensor
+
+    __repr__ = described_fields
 
 
 class LossLseEntropy(NamedTuple):
@@ -44,6 +49,8 @@ class LossLseEntropy(NamedTuple):
     loss: Tensor
     lse: Tensor
     entropy: Tensor
+
+    __repr__ = described_fields
 
 
 class _Options(TypedDict, total=False):

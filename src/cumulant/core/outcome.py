@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cumulant.core.checks import holds
+from cumulant.core.describing import described_fields, readable, shape_of
 from cumulant.core.errors import ConvergenceError, NoSolutionError
 from cumulant.core.typed import Function
 
@@ -179,8 +180,8 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __str__(self) -> str:
-        if holds(self.converged) is None:
-            return f"Outcome(code={self.code!r})"  # inside vmap, where no value can be read
+        if holds(self.converged) is None:  # inside vmap, where no value can be read
+            return f"Outcome(code={shape_of(self.code)})"
         total = self.code.numel()
         if total == 1:
             return _sentence(Code(int(self.code)))
@@ -189,7 +190,8 @@ improving. Likely cause: slow convergence. Try: a larger max_steps or a larger t
         counts = ((kind, int((self.code == kind).sum())) for kind in Code)
         return "; ".join(f"{n} of {total} {_sentence(kind)}" for kind, n in counts if n)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self) if readable(self.code) else f"Outcome(code={shape_of(self.code)})"
 
     def check(self, call: str, result: _T, note: str = "") -> _T:
         """Return `result` if every problem converged.
@@ -219,6 +221,8 @@ class Solution(NamedTuple):
 
     value: Tensor
     status: Outcome
+
+    __repr__ = described_fields
 
 
 def _sentence(kind: Code) -> str:

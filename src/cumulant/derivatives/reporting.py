@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from cumulant.core.describing import described_fields
 
 __all__ = ["DerivativeReport", "Fault", "Row", "Status"]
 
@@ -32,6 +35,8 @@ class Row:
     error_bar: float | None = None
     note: str = ""
 
+    __repr__ = described_fields
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -56,6 +61,8 @@ class Fault:
     inside: tuple[str, ...] = ()
     issue: str | None = None
     remedy: str = ""
+
+    __repr__ = described_fields
 
     def __str__(self) -> str:
         parts = [f"{' '.join(self.wrong)} wrong (by {self.error:.1e})"] if self.wrong else []
@@ -85,6 +92,14 @@ class DerivativeReport:
     rows: tuple[Row, ...]
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        found = Counter(row.status for row in self.rows)
+        told = ", ".join(f"{count} {kind}" for kind, count in found.items())
+        fault = (
+            f"; at fault: {', '.join(x.operator for x in self.faults[:3])}" if self.faults else ""
+        )
+        return f"DerivativeReport({len(self.rows)} words: {told}{fault}; print it for the table)"
 
     @property
     def ok(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import holds, real, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.precision import wide
 from cumulant.core.typed import linalg
@@ -49,6 +50,8 @@ class RMSNorm:
 
     gain: Tensor | float | None = None
 
+    __repr__ = described_fields
+
     def __call__(self, x: Tensor) -> Tensor:
         y = _unit(x, "RMSNorm", "at the origin") * x.shape[-1] ** 0.5
         return _affine("RMSNorm", y, self.gain, None)
@@ -75,6 +78,8 @@ class LayerNorm:
     gain: Tensor | float | None = None
     bias: Tensor | float | None = None
     epsilon: float = 0.0
+
+    __repr__ = described_fields
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[-1] < 2:

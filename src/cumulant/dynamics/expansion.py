@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg
 from cumulant.dynamics.cloud_checks import levels_of, some_points
@@ -36,6 +37,8 @@ class Expansion(NamedTuple):
     ratios: Tensor
     levels: Tensor
     quantiles: Tensor
+
+    __repr__ = described_fields
 
     @property
     def minimum(self) -> Tensor:
@@ -114,6 +117,8 @@ class Lipschitz(NamedTuple):
     steps: int
     converged: Tensor
     upper: Tensor
+
+    __repr__ = described_fields
 
 
 def local_lipschitz(
@@ -200,6 +205,8 @@ class ExpansionBounds(NamedTuple):
 
     pairs: Tensor
     joint: Tensor
+
+    __repr__ = described_fields
 
 
 def expansion_bounds(x: Tensor, *, beta: float = 1.0, step_size: float = 1.0) -> ExpansionBounds:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.outcome import Code, Outcome
 from cumulant.core.precision import HALF
@@ -46,6 +47,8 @@ class FixedPoint:
     steps: Tensor
     status: Outcome
     history: Tensor
+
+    __repr__ = described_fields
 
 
 class _Rows:

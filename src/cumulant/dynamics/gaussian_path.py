@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, real, semi_definite, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg, tolist
 from cumulant.dynamics.ode import integrate
@@ -40,6 +41,8 @@ class GaussianPath:
     mean: Tensor
     covariance: Tensor
     blow_up_time: Tensor
+
+    __repr__ = described_fields
 
     @property
     def participation_ratio(self) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import checked_generator
 from cumulant.core.renamed import renamed
@@ -42,6 +43,8 @@ class Gaussianity(NamedTuple):
     p_value: Tensor
     levels: Tensor
     null_quantiles: Tensor
+
+    __repr__ = described_fields
 
 
 def _standardized(x: Tensor) -> Tensor:

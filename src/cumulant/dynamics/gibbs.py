@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import finite, numbers, real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg
 from cumulant.dynamics.cloud_checks import cloud
@@ -45,6 +46,8 @@ class Alternation:
     log_normalizer: Tensor
     index: Tensor
     blow_up_step: int | None
+
+    __repr__ = described_fields
 
 
 def _linear(measure: Measure) -> tuple[Tensor, Tensor]:
@@ -221,6 +224,8 @@ class BlockGibbs:
 
     states: Tensor
     index: Tensor
+
+    __repr__ = described_fields
 
 
 def block_gibbs(

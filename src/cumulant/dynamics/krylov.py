@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.describing import described_fields
 from cumulant.core.typed import linalg
 
 __all__ = ["Krylov", "Spectrum", "Stretch", "gmres", "largest_singular_value", "leading_eigenvalue"]
@@ -123,6 +124,8 @@ class Spectrum(NamedTuple):
     radius: Tensor
     eigenvalue: Tensor
     residual: Tensor
+
+    __repr__ = described_fields
 
 
 def leading_eigenvalue(operator: Operator, start: Tensor, *, tol: float, limit: int) -> Spectrum:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import real
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.dynamics.cloud_checks import cloud, some_points
 
@@ -84,6 +85,8 @@ class Clusters:
 
     count: Tensor
     labels: Tensor
+
+    __repr__ = described_fields
 
 
 def clusters(x: Tensor, *, distance: float = 0.1) -> Clusters:

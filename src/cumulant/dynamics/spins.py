@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.dynamics.fixed_point import FixedPoint, fixed_point
 from cumulant.measures.measure import Measure
@@ -31,6 +32,8 @@ class MeanField:
     natural_parameter: Tensor
     free_energy: Tensor
     solution: FixedPoint
+
+    __repr__ = described_fields
 
 
 def mean_field(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cumulant.core.describing import readable
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, interrupts_held, whole_file
 from cumulant.core.journal import Journal
@@ -64,12 +65,13 @@ class Trajectory:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __repr__(self) -> str:
-        seen = ", ".join(self.observables) or "none"
-        gone = int(self.blow_up_time.isfinite().sum())
-        lost = f", {gone} of {self.blow_up_time.numel()} blown up" if gone else ""
-        span = f"{float(self.times[0]):g} to {float(self.times[-1]):g}"
+        seen, span, lost = ", ".join(self.observables) or "none", "", ""
+        if len(self.times) and readable(self.times):
+            span = f" from {float(self.times[0]):g} to {float(self.times[-1]):g}"
+        if readable(self.blow_up_time) and (gone := int(self.blow_up_time.isfinite().sum())):
+            lost = f", {gone} of {self.blow_up_time.numel()} blown up"
         return (
-            f"Trajectory({len(self.times)} times from {span}, states {tuple(self.states.shape)}, "
+            f"Trajectory({len(self.times)} times{span}, states {tuple(self.states.shape)}, "
             f"observables {seen}{lost})"
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cumulant.attention.inputs import Call, prepare
 from cumulant.core.checks import finite, numbers, real, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.filtering import moments
 from cumulant.filtering.model_checks import semi_definite
@@ -26,6 +27,8 @@ class AttentionMessages(NamedTuple):
     mean: Tensor
     covariance: Tensor
     mixing: Tensor
+
+    __repr__ = described_fields
 
 
 class AttentionBank:

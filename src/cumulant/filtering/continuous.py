@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import finite, numbers, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg
 from cumulant.filtering.model_checks import semi_definite, sized
@@ -24,6 +25,8 @@ class Discretized(NamedTuple):
     dynamics: Tensor
     dynamics_noise: Tensor
     dynamics_bias: Tensor
+
+    __repr__ = described_fields
 
 
 def discretize(

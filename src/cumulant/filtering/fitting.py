@@ -72,6 +72,13 @@ class Fit(FitReport):
     free: tuple[str, ...]
     evidence: Evidence
 
+    def __repr__(self) -> str:
+        kind = str(self.status).split(":")[0]
+        return (
+            f"Fit({self.model!r}, log_likelihood={self.log_likelihood:.6g}, "
+            f"{self.parameter_count} parameters, {self.observation_count} observations, {kind})"
+        )
+
     @property
     def converged(self) -> bool:
         """Whether the search reached a maximum."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import generator_or
 from cumulant.core.renamed import renamed
@@ -67,6 +68,8 @@ class Sample(NamedTuple):
     modes: Tensor
     states: Tensor
     observations: Tensor
+
+    __repr__ = described_fields
 
 
 @renamed(seed="generator")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import broadcast, finite, numbers, positive, require, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg, tolist
 from cumulant.filtering.model_checks import semi_definite, sized
@@ -40,6 +41,8 @@ class Map(ABC):
     # What was given as tensors, and so decides on precision, device and derivatives.
     _tensors: tuple[Tensor, ...] = ()
     _batch: torch.Size = torch.Size()
+
+    __repr__ = described_fields
 
     @abstractmethod
     def _move(self, member: Any, theta: Tensor) -> Tensor:

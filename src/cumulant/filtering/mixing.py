@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import holds, numbers, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import ConvergenceError, InputError
 from cumulant.core.typed import functions
 
@@ -33,6 +34,8 @@ class InducedTransition(NamedTuple):
     current: Tensor
     following: Tensor
     residual: Tensor
+
+    __repr__ = described_fields
 
     @property
     def consistent(self) -> Tensor:

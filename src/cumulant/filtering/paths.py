@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.core.describing import described_fields
 from cumulant.filtering.frames import PandasLike
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
@@ -21,6 +22,8 @@ class ModePath(NamedTuple):
 
     modes: Tensor
     log_probability: Tensor
+
+    __repr__ = described_fields
 
 
 def most_likely_path(

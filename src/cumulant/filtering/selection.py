@@ -52,6 +52,10 @@ class RegimeComparison:
     rows: tuple[Compared, ...]
     draws: int
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(str(row.regimes) for row in self.rows)
+        return f"RegimeComparison({numbers} regimes; {self.draws} draws; print it for the table)"
+
     @property
     def fits(self) -> dict[int, Fit]:
         """The fit with each number of regimes."""

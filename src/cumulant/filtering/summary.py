@@ -95,6 +95,9 @@ class Summary:
     level: float
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"Summary({self.title}; {len(self.estimates)} estimates; print it for the table)"
+
     @property
     def table(self) -> DataFrame:
         """One row for each estimate: (regime, parameter), as in the printed table."""

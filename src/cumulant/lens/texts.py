@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 
 __all__ = ["PASSAGE_SOURCE", "Text", "named", "passage", "read"]
@@ -22,6 +23,8 @@ class Text(NamedTuple):
 
     name: str
     content: str
+
+    __repr__ = described_fields
 
 
 def passage() -> Text:

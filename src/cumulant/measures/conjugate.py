@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from cumulant.core.checks import broadcast, finite, numbers, require
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg
 from cumulant.measures.counts import Bernoulli, Categorical, Poisson
@@ -39,6 +40,8 @@ class Posterior(NamedTuple, Generic[_M]):
 
     measure: _M
     log_evidence: Tensor
+
+    __repr__ = described_fields
 
 
 def posterior(prior: _M, likelihood: Likelihood, observations: Tensor) -> Posterior[_M]:

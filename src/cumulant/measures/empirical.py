@@ -73,6 +73,10 @@ class Empirical(Measure):
             shapes["values"] = self.values.shape[:-2]
         broadcast("Empirical", **shapes)
 
+    def __repr__(self) -> str:
+        count, batch = self.points.shape[-2], tuple(self.batch_shape)
+        return f"Empirical({count} points, dimension={self.dimension}, batch_shape={batch})"
+
     @property
     def dimension(self) -> int:
         return self.points.shape[-1]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import generator_of, real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 
 __all__ = ["Capacity", "Recall", "capacity", "recall"]
@@ -102,6 +103,8 @@ class Recall:
     counts: tuple[int, ...]
     rate: tuple[float, ...]
     dimension: int
+
+    __repr__ = described_fields
 
     @property
     def capacity(self) -> int:

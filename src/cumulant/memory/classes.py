@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cumulant.attention.inputs import Window, prepare
 from cumulant.core.checks import finite, numbers, real
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import tolist
 from cumulant.kernels.rows import summarize
@@ -38,6 +39,8 @@ class Classes:
     visible: Tensor
     fraction: Tensor
     number: Tensor
+
+    __repr__ = described_fields
 
     @property
     def names(self) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.typed import linalg
 from cumulant.memory.dense import Memory
 
@@ -33,6 +34,8 @@ class Run:
     change: Tensor
     index: Tensor
 
+    __repr__ = described_fields
+
     @property
     def distinct(self) -> Tensor:
         """How many different original patterns the states stand for, ``(steps + 1, *batch)``."""
@@ -46,6 +49,8 @@ class Comparison:
 
     fixed: Run
     changing: Run
+
+    __repr__ = described_fields
 
 
 def compare(

@@ -46,6 +46,9 @@ class LinearMemory:
     def __len__(self) -> int:
         return self.patterns.shape[0]
 
+    def __repr__(self) -> str:
+        return f"{self._owner}(patterns={tuple(self.patterns.shape)})"
+
     def energy(self, state: Tensor) -> Tensor:
         """-<xi, W xi> / 2, ``(*batch, Q)``: the quadratic energy, not bounded below in xi."""
         xi = self._states("energy", state)

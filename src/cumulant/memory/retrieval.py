@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.checks import holds, real, whole
+from cumulant.core.describing import readable, shape_of
 from cumulant.core.lazy import Lazy, kept
 from cumulant.core.typed import linalg
 
@@ -165,9 +166,11 @@ class Retrieval(Lazy):
         self._ask: Callable[[str], Tensor] = ask
 
     def __repr__(self) -> str:
-        done, all_of = int(self.converged.sum()), self.converged.numel()
-        most = int(self.steps.max()) if all_of else 0
-        return f"Retrieval({all_of} queries, at most {most} steps; {done} at rest)"
+        size, state = self.converged.numel(), shape_of(self.state)
+        if not size or not readable(self.converged) or not readable(self.steps):
+            return f"Retrieval(state {state})"
+        done, most = int(self.converged.sum()), int(self.steps.max())
+        return f"Retrieval(state {state}; at most {most} steps; {done} of {size} at rest)"
 
     @kept
     def energy(self) -> Tensor:

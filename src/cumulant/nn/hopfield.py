@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cumulant.attention import attend, scaled_dot_product_attention
 from cumulant.core.checks import broadcasts_to, real, whole
+from cumulant.core.describing import readable, shape_of
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
 from cumulant.core.precision import wide, widened
@@ -63,8 +64,11 @@ class Association(Lazy):
         self._space, self._found = space, found
 
     def __repr__(self) -> str:
-        shape, rest = tuple(self.output.shape), int(self.converged.sum())
-        return f"Association(output {shape}; {rest} of {self.converged.numel()} states at rest)"
+        output = shape_of(self.output)
+        if not readable(self.converged):
+            return f"Association(output {output})"
+        rest, size = int(self.converged.sum()), self.converged.numel()
+        return f"Association(output {output}; {rest} of {size} states at rest)"
 
     @kept
     def state(self) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.core.checks import real, whole
+from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
 from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
@@ -46,6 +47,8 @@ class TokenMoments(NamedTuple):
 
     mean: Tensor
     covariance: Tensor
+
+    __repr__ = described_fields
 
 
 class MomentAttention(nn.Module):

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from cumulant.core.describing import described_fields
+
 __all__ = [
     "CORRECTED",
     "EVIDENCE",
@@ -65,6 +67,8 @@ class Rule:
     low: float | None = None
     high: float | None = None
     refuted: float | None = None
+
+    __repr__ = described_fields
 
     def outcome(self, value: float) -> Outcome:
         if self.form == "noted":
@@ -124,6 +128,8 @@ class Measured:
     rule: Rule
     error: float | None = None
 
+    __repr__ = described_fields
+
     @property
     def form(self) -> Form:
         return self.rule.form
@@ -170,6 +176,9 @@ class Trial:
         self.seed, self.quick = seed, quick
         self.generator = torch.Generator().manual_seed(seed)
 
+    def __repr__(self) -> str:
+        return f"Trial(seed={self.seed}, quick={self.quick})"
+
     def size(self, full: int, quick: int) -> int:
         """The first number, or where time is short the second."""
         return quick if self.quick else full
@@ -194,6 +203,8 @@ class Found:
     def __init__(self, numbers: Mapping[str, Value], **seen: Any) -> None:
         self.numbers, self.seen = numbers, seen
 
+    __repr__ = described_fields
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -203,6 +214,8 @@ class Picture:
     caption: str
     size: tuple[float, float] = (7.0, 3.0)
 
+    __repr__ = described_fields
+
 
 @dataclass(frozen=True)
 class Result:
@@ -211,6 +224,9 @@ class Result:
     numbers: Sequence[Measured]
     finding: str
     picture: Picture | None = None
+
+    def __repr__(self) -> str:
+        return f"Result({verdict(self.numbers)}; {len(self.numbers)} numbers)"
 
 
 @dataclass(frozen=True)
@@ -260,6 +276,9 @@ class Claim:
     needs: tuple[str, ...] = ()
     measure: Callable[[Trial], Found] | None = None
     draw: Callable[[Any, Any], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Claim({self.id}: {self.title}; {self.recorded}, by {self.evidence})"
 
     def experiment(self, trial: Trial) -> Result:
         """Measure, and put every number beside its rule.

@@ -98,6 +98,10 @@ class Entry:
     crash: str | None = None
     not_run: str | None = None
 
+    def __repr__(self) -> str:
+        end = "crashed" if self.crash else "not run" if self.not_run else self.verdict
+        return f"Entry({self.claim.id}: {self.claim.title}; {end}, {len(self.numbers)} numbers)"
+
     @property
     def departs(self) -> bool:
         """Whether this is not what was written down when the claim was judged."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cumulant.core.describing import described_fields
 from cumulant.lab.claims.claim import EVIDENCE
 from cumulant.lab.report.drawings import drawing
 from cumulant.lab.report.entries import KINDS, Kind, Shown, shown
@@ -71,6 +72,8 @@ class Parts:
     benchmarks: Mapping[str, Any] | None = None
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
+
+    __repr__ = described_fields
 
 
 def render(parts: Parts) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cumulant.core.describing import described_fields
 from cumulant.lens.report.definitions import HEADS, definitions
 from cumulant.lens.report.findings import Finding, findings
 from cumulant.lens.report.numbers import Frame, column, has
@@ -25,6 +26,8 @@ class Text(NamedTuple):
     name: str
     tokens: list[str]
     target: list[str] = []  # noqa: RUF012 - never changed
+
+    __repr__ = described_fields
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class ReportData:
     top: Any = ()
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
+
+    __repr__ = described_fields
 
     def __post_init__(self) -> None:
         texts = [Text(str(t[0]), *([str(x) for x in part] for part in t[1:])) for t in self.texts]
