@@ -373,10 +373,11 @@ class Hook:
     Args:
         module: the module to hook.
         call: ``call(module, args, kwargs)`` before; ``call(module, args, kwargs, output)`` after.
+            As in torch, anything but None that it returns replaces the arguments or the output.
         after: run after the forward pass, even if it raised; `output` is then None.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., None], *, after: bool) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., object], *, after: bool) -> None:
         self.module = module
         self.call = call
         self.after = after
@@ -386,13 +387,14 @@ class Hook:
         """A copied module has our hook too, so `call` receives the module that runs."""
         return self
 
-    def __call__(self, module: nn.Module, *given: Any) -> None:
+    def __call__(self, module: nn.Module, *given: Any) -> object:
         if self.token is None:
-            return
+            return None
         if self.token.reaches:
-            self.call(module, *given)
-        elif not self.token.alive:
+            return self.call(module, *given)
+        if not self.token.alive:
             self._drop(module)
+        return None
 
     def put(self, token: Token) -> None:
         if self.after:

@@ -90,13 +90,18 @@ def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Scope[Recorder]
 
 
 def _begin(model: nn.Module, wanted: Wanted, seed: int) -> Begun[Recorder]:
+    probe = LayerProbe(model, seed=seed) if wanted.layers else None
+    return recording(model, Recorder(model, wanted, probe))
+
+
+def recording(model: nn.Module, recorder: Recorder) -> Begun[Recorder]:
+    """What makes every attention call of `model` reach `recorder`."""
     if any(isinstance(x, torch.jit.ScriptModule) for x in model.modules()):
         raise InputError(
             "observe cannot look inside scripted modules, which take no hooks: pass the original "
             "model, before torch.jit."
         )
-    probe = LayerProbe(model, seed=seed) if wanted.layers else None
-    recorder = Recorder(model, wanted, probe)
+    probe = recorder.probe
     effects: list[Effect] = [] if probe is None else probe.effects()
     if any(map(_is_compiled, model.modules())):
         warnings.warn(
