@@ -84,6 +84,13 @@ class Cloud:
     def __bool__(self) -> bool:
         return bool(self._sample.columns)
 
+    def states(self) -> Tensor:
+        """The sampled states ``(n, d)`` that are finite, without sink tokens."""
+        columns = self._sample.columns
+        if not columns:
+            return torch.empty(0, 0)
+        return columns["state"][columns["state"].isfinite().all(-1) & (columns["sink"] == 0)]
+
     def shape(self) -> Shape:
         """The shape of what was taken in.
 

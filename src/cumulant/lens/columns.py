@@ -84,6 +84,19 @@ _ALL = (
         "T14",
     ),
     Column(
+        "whitened_symmetry",
+        "[-1, 1]",
+        "tr(SS) / tr(SS') of S = C^(1/2) A C^(1/2), C the covariance of the states that the "
+        "attention module is given, sinks left out: 1 for the link of a Gaussian",
+        "T35",
+    ),
+    Column(
+        "whitened_definiteness",
+        "[-1, 1]",
+        "the definiteness of S: 1 for the link of a Gaussian",
+        "T35",
+    ),
+    Column(
         "value_alignment",
         "[-1, 1]",
         "Frobenius cosine of the value map W_v W_o with the score matrix",

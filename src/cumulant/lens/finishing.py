@@ -93,7 +93,9 @@ def _heads(
     """One row per head: sums over tokens, what its weights say, the link."""
     rows: list[dict[str, Any]] = []
     for layer in layers:
-        parts = (sums.rows(layer), weight_columns(model, layer), link_columns(recorder, layer))
+        states = None if recorder.probe is None else recorder.probe.attended(layer.number)
+        weights = weight_columns(model, layer, states)
+        parts = (sums.rows(layer), weights, link_columns(recorder, layer))
         rows += [{**a, **b, **c} for a, b, c in zip(*parts, strict=True)]
     return rows
 

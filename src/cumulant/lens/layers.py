@@ -103,6 +103,7 @@ class LayerProbe:
         self._names = {module: name for name, module in self._modules.items()}
         self._stack: list[Frame] = []
         self._records: dict[tuple[int, str], _Record] = {}
+        self._attended: dict[int, Cloud] = {}  # by layer: what its attention module was given
 
     def attached(self) -> Scope[Self]:
         """Within this context the probe follows its model."""
@@ -156,13 +157,34 @@ class LayerProbe:
     # What happens while the model runs. Hooks see every tensor as it passes.
 
     def attention(
-        self, module: nn.Module, layer: int, cross: bool, real: Tensor, sink: Tensor
+        self,
+        module: nn.Module,
+        layer: int,
+        cross: bool,
+        real: Tensor,
+        sink: Tensor,
+        given: Tensor | None = None,
     ) -> None:
         """Report an attention call of `module`, the `layer`-th of the model, as it happens.
 
-        `real` and `sink`, ``(B, T)`` of the queries, mark unpadded tokens and sink tokens.
+        `real` and `sink`, ``(B, T)`` of the queries, mark unpadded tokens and sink tokens; `given`,
+        ``(B, T, D)``, are the states that the module projects to queries and keys.
         """
+        if given is not None and not cross:
+            self._safely(lambda: self._sampled(layer, given.detach(), real, sink))
         self._safely(lambda: self._called(module, layer, cross, real.detach(), sink.detach()))
+
+    def _sampled(self, layer: int, given: Tensor, real: Tensor, sink: Tensor) -> None:
+        """A sample of what an attention module was given."""
+        if given.ndim == 3 and given.shape[:2] == real.shape:
+            if layer not in self._attended:
+                self._attended[layer] = Cloud(self.tokens, self.seed)
+            with torch.inference_mode(False), torch.no_grad():
+                self._attended[layer].add(given.flatten(0, 1).clone(), real=real, sink=sink)
+
+    def attended(self, layer: int) -> Tensor | None:
+        """States that the attention of a layer was given, ``(n, D)``, without sinks; a sample."""
+        return self._attended[layer].states() if layer in self._attended else None
 
     def _called(
         self, module: nn.Module, layer: int, cross: bool, real: Tensor, sink: Tensor
@@ -342,7 +364,9 @@ class LayerProbe:
             }
             for record in self._sorted()
         ]
-        return {"pairs": self.pairs, "tokens": self.tokens, "seed": self.seed, "blocks": blocks}
+        sizes = {"pairs": self.pairs, "tokens": self.tokens, "seed": self.seed}
+        attended = {str(layer): cloud.state() for layer, cloud in self._attended.items()}
+        return {**sizes, "blocks": blocks, "attended": attended}
 
     def merge_state(self, state: Mapping[str, Any]) -> None:
         """Take in what another probe measured, as if this one had seen its texts too.
@@ -361,6 +385,9 @@ class LayerProbe:
             record.pairs.merge(block["pairs"])
             record.states.merge(block["states"])
             record.inputs.merge(block["inputs"])
+        for layer, cloud in state["attended"].items():
+            own = self._attended.setdefault(int(layer), Cloud(self.tokens, self.seed))
+            own.merge(cloud)
 
 
 def _is_norm(module: nn.Module) -> bool:

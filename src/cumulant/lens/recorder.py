@@ -155,7 +155,8 @@ class Recorder:
                 )
         if self.probe is not None:
             sink = _sinks(columns, positions, call) if self.wanted.order else real & False
-            self.probe.attention(module, layer.number, call.cross, real, sink & real)
+            given = self._given(module)
+            self.probe.attention(module, layer.number, call.cross, real, sink & real, given)
         self.records.append(
             Record(
                 layer.number,
@@ -165,6 +166,16 @@ class Recorder:
                 {name: x.cpu() for name, x in columns.items()},
             )
         )
+
+    def _given(self, module: nn.Module) -> Tensor | None:
+        """The states ``(B, T, D)`` that an attention module was called with."""
+        running = self.stack.innermost(lambda x: x.module is module)
+        if running is None:
+            return None
+        given = running.given.get("hidden_states", running.given.get("query"))
+        if not isinstance(given, Tensor) or given.ndim != 3:
+            return None
+        return given if getattr(module, "batch_first", True) else given.transpose(0, 1)
 
     def _layer(self, module: nn.Module, call: AttentionCall, frame: Frame) -> Layer:
         name = self.stack.names.get(id(module), type(module).__name__)

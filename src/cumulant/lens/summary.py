@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cumulant.core.typed import tolist
 from cumulant.lens.encoding import embeddings
+from cumulant.lens.forms import FEWEST, form_rows, rotation, whitened
 from cumulant.lens.partition import partition
 from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadSums",
+    "forms_of",
     "left_out",
     "link_columns",
     "model_facts",
@@ -135,16 +137,40 @@ def weights_of(model: nn.Module, layer: Layer) -> Projections | None:
     )
 
 
-def weight_columns(model: nn.Module, layer: Layer) -> list[dict[str, float | None]]:
-    """What W_q, W_k, W_v and W_o say about each head (T14); nothing where they are not found."""
+def weight_columns(
+    model: nn.Module, layer: Layer, states: Tensor | None = None
+) -> list[dict[str, float | None]]:
+    """What W_q, W_k, W_v and W_o say about each head (T14); nothing where they are not found.
+
+    With ``states``, a sample of what the attention module is given, the same in coordinates where
+    those are white (T35).
+    """
     found = weights_of(model, layer)
     if found is None or layer.cross:  # in cross-attention the two sides are different spaces
         return [{} for _ in range(layer.heads)]
     values = bilinear(found)._asdict()
+    if states is not None and len(states) >= FEWEST and states.shape[1] == found.query.shape[1]:
+        white = bilinear(whitened(found, states))
+        values["whitened_symmetry"] = white.symmetry
+        values["whitened_definiteness"] = white.definiteness
     lists = {n: x.tolist() for n, x in values.items() if x is not None}
     return [
         {n: x[h] if x[h] == x[h] else None for n, x in lists.items()} for h in range(layer.heads)
     ]
+
+
+def forms_of(recorder: Recorder, distances: Sequence[float]) -> list[dict[str, Any]]:
+    """The scores of each head as a form, raw and in white coordinates, at given distances (T35)."""
+    rows: list[dict[str, Any]] = []
+    for layer in recorder.layers.values():
+        found = weights_of(recorder.model, layer)
+        if found is None or layer.cross:
+            continue
+        angles = rotation(recorder.model, layer.size)
+        states = None if recorder.probe is None else recorder.probe.attended(layer.number)
+        own = form_rows(found, states, angles, distances)
+        rows += [{"layer": layer.number, **row} for row in own]
+    return rows
 
 
 def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | None]]:

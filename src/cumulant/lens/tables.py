@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,22 @@ class Lens:
     def expansions(self) -> DataFrame:
         """Quantiles of distance ratios per sublayer; needs ``observe(model, layers=True)``."""
         return pandas().DataFrame(self._probe().expansions())
+
+    def forms(self, distances: Sequence[float] = (0.0,)) -> DataFrame:
+        """The score matrix of each head: symmetric, positive, the link of a Gaussian? (T35).
+
+        A = W_q W_k' and S = C^(1/2) A C^(1/2), C the covariance of the states that the attention
+        module was given; if W_q and W_k are the canonical link near a Gaussian law, S is symmetric
+        and positive. ``mismatched_`` columns are the same figures for queries of one head with keys
+        of another of the same layer. Needs ``observe(model, layers=True)``.
+
+        Args:
+            distances: query minus key position, for rotary models; others have 0 only.
+        """
+        from cumulant.lens.summary import forms_of
+
+        self._probe()
+        return pandas().DataFrame(forms_of(self._recorder, tuple(distances)))
 
     def _probe(self) -> LayerProbe:
         if self._recorder.probe is None:

@@ -37,6 +37,8 @@ HEADS = (
     Shown("energy_rises", "Tokens whose energy rose", "share"),
     Shown("symmetry", "Symmetry of the scores", "signed"),
     Shown("definiteness", "Definiteness of the scores", "signed"),
+    Shown("whitened_symmetry", "Symmetry, states white", "signed"),
+    Shown("whitened_definiteness", "Definiteness, states white", "signed"),
     Shown("value_alignment", "Values aligned with scores", "signed"),
     Shown("link_linear", "Link: best linear map, R²", "signed"),
     Shown("link_trained", "Link: trained map, R²", "signed"),
