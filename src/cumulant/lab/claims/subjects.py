@@ -25,6 +25,7 @@ __all__ = [
     "encoded",
     "mixed",
     "model_of",
+    "records",
     "reseeded",
     "subject",
     "texts",
@@ -137,3 +138,8 @@ def copied(one: Subject) -> Subject:
     """With a model of its own, whose weights may be changed."""
     model: nn.Module = copy.deepcopy(one.model)
     return replace(one, model=model, digest=None)
+
+
+def records(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a table."""
+    return frame.to_dict("records")

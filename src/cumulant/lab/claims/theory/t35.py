@@ -16,7 +16,7 @@ from cumulant.figures import COLORS, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import median
 from cumulant.lab.claims.remembering import remembered
-from cumulant.lab.claims.subjects import MODELS, NEEDS, Subject, reseeded, subject
+from cumulant.lab.claims.subjects import MODELS, NEEDS, Subject, records, reseeded, subject
 from cumulant.lens import observe
 from cumulant.lens.forms import form_rows
 from cumulant.lens.weights import Projections
@@ -76,7 +76,7 @@ def rows_of(one: Subject, distances: Sequence[float] = (0,)) -> list[dict[str, A
     """The lens' table of forms: symmetry and definiteness, raw, white and mismatched."""
     with observe(one.model, layers=True, spectrum=False) as lens:
         one.run()
-    return lens.forms(distances).to_dict("records")
+    return records(lens.forms(distances))
 
 
 def gaussian_head(trial: Trial) -> float:
@@ -137,9 +137,7 @@ def measure(trial: Trial) -> Found:
     for key in MODELS:
         one = subject(key, count)
         far = distances if key == "smollm2" else (0,)
-        found[key] = remembered(
-            one.digest, {"T35": far}, lambda one=one, far=far: rows_of(one, far)
-        )
+        found[key] = remembered(one.digest, {"T35": far}, partial(rows_of, one, far))
         if key in ("minilm", "rxnmapper"):
             random.append(excess(rows_of(reseeded(one, trial.seed)), "symmetry", False)[0])
     numbers = judged(found) | {
