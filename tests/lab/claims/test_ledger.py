@@ -89,8 +89,8 @@ def test_bounds_from_both_sides():
 def test_names_are_found_as_people_write_them():
     assert [c.id for c in select(["t4", " T04 ", "T4"])] == ["T4"]
     assert [c.id for c in select(["T4", "T1"])] == ["T1", "T4"]
-    with pytest.raises(InputError, match=r"no claim 'T34'; the claims are T1, T2, .*T33, "):
-        select(["T34"])
+    with pytest.raises(InputError, match=r"no claim 'T99'; the claims are T1, T2, .*T33, "):
+        select(["T99"])
     for name in ("", "T²", "T4²", "T" + "4" * 5000, "T-4"):
         with pytest.raises(InputError, match="there is no claim"):
             select([name])

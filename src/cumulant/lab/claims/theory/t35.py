@@ -21,7 +21,8 @@ from cumulant.lens import observe
 from cumulant.lens.forms import form_rows
 from cumulant.lens.weights import Projections
 
-DISTANCES = (0, 1, 4, 16, 64)  # of rotary positions
+DISTANCES = (0, 4, 64)  # of rotary positions
+QUICK = ("minilm", "rxnmapper", "antiberty")
 
 CLAIM = Claim(
     id="T35",
@@ -42,7 +43,7 @@ CLAIM = Claim(
     "lesser claim needs an excess over mismatched pairs whose 95 % interval, by the spread over "
     "layers (over heads where layers share weights), stays above 0.02 in every model: heads of one "
     "layer share inputs and are no independent cases. Random weights must show none of it.",
-    recorded="open",
+    recorded="holds with a correction",
     systems=("link conjecture",),
     tests=("tests/lens/test_forms.py", "tests/lens/test_weights.py"),
     needs=NEEDS,
@@ -64,8 +65,7 @@ CLAIM = Claim(
     """),
     finding="White symmetry, median over heads: {told}. Mismatched pairs: at most "
     "{mismatched:.2f}; the model's own coordinates: at most {raw_symmetry:.2f}. The least "
-    "definiteness of a model is {definiteness:.2f}. In SmolLM2 the symmetry is {far:.2f} at a "
-    "rotary distance of {last}.",
+    "definiteness of a model is {definiteness:.2f}.{rotary}",
     caption="Left: every head in coordinates where its hidden states are white (dots), and queries "
     "with another head's keys (gray). Right: definiteness of the same.",
     size=(7.0, 3.2),
@@ -131,25 +131,29 @@ def judged(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 @torch.no_grad()
 def measure(trial: Trial) -> Found:
     """Every head of the real models; the same architectures with random weights."""
-    count, distances = trial.size(16, 4), DISTANCES[:: trial.size(1, 4)]
+    count = trial.size(16, 4)
     found: dict[str, list[dict[str, Any]]] = {}
     random: list[float] = []
-    for key in MODELS:
+    for key in MODELS if not trial.quick else QUICK:
         one = subject(key, count)
-        far = distances if key == "smollm2" else (0,)
+        far = DISTANCES if key == "smollm2" else (0,)
         found[key] = remembered(one.digest, {"T35": far}, partial(rows_of, one, far))
         if key in ("minilm", "rxnmapper"):
             random.append(excess(rows_of(reseeded(one, trial.seed)), "symmetry", False)[0])
+    far, rotary = math.nan, ""
+    if "smollm2" in found:
+        far = middle(found["smollm2"], "whitened_symmetry", DISTANCES[-1])
+        rotary = f" At a rotary distance of {DISTANCES[-1]}, SmolLM2's symmetry is {far:.2f}."
     numbers = judged(found) | {
         "gaussian_head": gaussian_head(trial),
         "random_excess": max(random),
-        "far": middle(found["smollm2"], "whitened_symmetry", distances[-1]),
+        "far": far,
     }
     names = {key: MODELS[key][2] for key in found}
     told = ", ".join(
         f"{names[key]} {middle(rows, 'whitened_symmetry'):.2f}" for key, rows in found.items()
     )
-    return Found(numbers, told=told, last=distances[-1], found=found, names=names)
+    return Found(numbers, told=told, rotary=rotary, found=found, names=names)
 
 
 def draw(figure: Any, seen: Any) -> None:
