@@ -7,6 +7,7 @@ import torch
 
 import cumulant as cm
 from cumulant.filtering import compiled
+from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.recursion import Beliefs
 from cumulant.kernels.engines import engines
 from switching import model, parameters
@@ -65,6 +66,50 @@ def test_lost_digits_end_in_roots():
     assert len(found.beliefs[-1].message) == 3
     with cm.engine("torch"):
         assert torch.equal(F.filter(m, y).covariance, found.covariance)
+
+
+@pytest.mark.parametrize("collapse", ["gpb2", "imm", 3])
+@pytest.mark.parametrize("order", [1, 2])
+def test_exactly_observed_states_need_no_roots(monkeypatch, order, collapse):
+    """An autoregression without noise, a zero and a gap among the data: as with roots."""
+    m = F.autoregression(order, regimes=2, switching=("mean", "variance"))
+    y = series(40, 1)
+    y[7], y[20] = 0.0, torch.nan
+    found = F.filter(m, y, collapse=collapse)
+    monkeypatch.setattr(GaussianBank, "loses_digits", lambda self, b: len(b[0].message) == 2)
+    with cm.engine("torch"):
+        expected = F.filter(m, y, collapse=collapse)
+    assert len(found.beliefs[-1].message) == 2
+    assert len(expected.beliefs[-1].message) == 3
+    assert found.mode_covariances[25:, :, 0, 0].abs().max() < 1e-25
+    for name in ("step_log_likelihood", "mean", "covariance", "observation_covariance"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert ((a - b).abs() / (1 + b.abs())).max() < 1e-9, name
+    a, b = F.smooth(m, found), F.smooth(m, expected)
+    torch.testing.assert_close(a.covariance, b.covariance, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(a.mode_probabilities, b.mode_probabilities, rtol=1e-8, atol=1e-8)
+
+
+def test_exact_observations_that_cancel_end_in_roots():
+    """y = x + u exactly, where the noise that is left is 1e-12 of what cancels."""
+    eye = torch.eye(2, dtype=D)
+    given = {
+        "transition": torch.ones(1, 1, dtype=D),
+        "dynamics": eye,
+        "dynamics_noise": 1e-12 * eye,
+        "emission": torch.ones(1, 2, dtype=D),
+        "emission_noise": torch.zeros(1, 1, dtype=D),
+        "initial_mean": torch.zeros(2, dtype=D),
+        "initial_covariance": eye,
+    }
+    y = 1e-6 * series(6, 1).cumsum(0)
+    found = F.filter(F.SwitchingLinearGaussian(**given), y)
+    assert len(found.beliefs[-1].message) == 3
+    # The first observation has variance 2, the others are steps of variance 2e-12.
+    steps = torch.cat([y[:1, 0], y.diff(dim=0)[:, 0]])
+    variances = torch.tensor([2.0 + 2e-12, *[2e-12] * 5], dtype=D)
+    expected = torch.distributions.Normal(0, variances.sqrt()).log_prob(steps)
+    torch.testing.assert_close(found.step_log_likelihood, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("collapse", ["gpb1", "gpb2", "imm", 3, "exact"])

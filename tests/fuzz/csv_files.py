@@ -5,7 +5,6 @@ python tests/fuzz/csv_files.py --rounds 10000 --seed 7
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import random
@@ -18,6 +17,7 @@ import numpy as np
 import pandas
 
 import cumulant as cm
+from fuzz import driver
 
 NAMES = ("a", "rate", "GDP, real", "x;y", 'the "old" one', "größe", "b\tc", "two\nlines", "1st")
 MISSING = ("", "NA", "nan", "null", "none", ".", "N/A", "NaN")
@@ -164,26 +164,15 @@ def check_damaged(rng: random.Random, folder: Path) -> bytes | None:
     return None if sound and not found.values.isinf().any() else bytes(content)
 
 
-def fuzz(rounds: int, seed: int) -> str | None:
-    """What went wrong first, with the file; None if nothing did."""
+def check(seed: int) -> str | None:
+    """What is wrong with a sound file and a damaged one, with the file; None if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
-        for k in range(rounds):
-            for check in (check_whole, check_damaged):
-                wrong = check(random.Random(f"{seed} {k} {check.__name__}"), Path(folder))
-                if wrong is not None:
-                    return f"{check.__name__}, seed {seed}, round {k}: {wrong!r}"
+        for each in (check_whole, check_damaged):
+            wrong = each(random.Random(f"{seed} {each.__name__}"), Path(folder))
+            if wrong is not None:
+                return f"{each.__name__}: {wrong!r}"
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
-    if wrong := fuzz(given.rounds, given.seed):
-        sys.exit(wrong)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(driver.main(check, "csv_files", __doc__, rounds=2000))

@@ -5,8 +5,6 @@ python tests/fuzz/intervals.py --rounds 500 --seed 7
 
 from __future__ import annotations
 
-import argparse
-import random
 import sys
 from collections.abc import Callable
 
@@ -15,6 +13,7 @@ from scipy import stats
 
 import cumulant as cm
 from cumulant.filtering.summary import Estimate
+from fuzz import driver
 
 F = cm.filtering
 LEVELS = (0.9, 0.95)
@@ -81,21 +80,18 @@ def check(rounds: int, seed: int) -> str | None:
         for (regime, label, level), inside in covered(name, rounds, seed).items():
             test = stats.binomtest(inside, rounds, level).pvalue
             told = f"{name}, {regime} {label}: {inside} of {rounds} at {level:.0%}"
-            print(f"{told} (p = {test:.3f})", flush=True)
+            sys.stdout.write(f"{told} (p = {test:.3f})\n")
             if test < 1e-3:
                 return told
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
-    if wrong := check(given.rounds, given.seed):
-        sys.exit(wrong)
+def main() -> int:
+    """The command: exit code 1 if an interval holds the truth too rarely or too often."""
+    given = driver.options(__doc__, rounds=200)
+    wrong = check(given.rounds, given.seed)
+    return 0 if wrong is None else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,6 @@ fractions, so that a rank-deficient one is exactly rank-deficient in double prec
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 import cumulant as cm
+from fuzz import driver
 
 D = torch.float64
 # Relative to the largest variance of the step, and to its square root.
@@ -197,25 +197,19 @@ def fails(found: dict[str, float], mean: float = BOUND) -> bool:
     return not all(x <= bounds.get(name, 1e-12) for name, x in found.items())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=None, help="default: drawn")
-    options = parser.parse_args(arguments)
-    seed = options.seed
-    seed = int(np.random.SeedSequence().entropy % 10**6) if seed is None else seed
-    say = sys.stdout.write
-    say(f"smoothing: {options.rounds} rounds from seed {seed}\n")
+def main() -> int:
+    """The command: exit code 1 if a miss is far, or there are more than a few."""
+    given, say = driver.options(__doc__, rounds=200), sys.stdout.write
     worst: dict[str, float] = {}
     rough: list[int] = []
-    for k in range(seed, seed + options.rounds):
+    for k in range(given.seed, given.seed + given.rounds):
         case, found = once(k)
         worst = {name: max(x, worst.get(name, 0.0)) for name, x in found.items()}
         if fails(found):
             rough.append(k)
-        if fails(found, mean=FAR) or len(rough) > RARE * options.rounds + 1:
+        if fails(found, mean=FAR) or len(rough) > RARE * given.rounds + 1:
             say(f"misses {found}\n{case}\n")
-            say(f"repeat: python tests/fuzz/smoothing.py --seed {k} --rounds 1\n")
+            say(f"  python tests/fuzz/smoothing.py --rounds 1 --seed {k}\n")
             return 1
     say(f"means beyond {BOUND:g} deviations: {rough or 'none'}\n")
     say("worst: " + ", ".join(f"{name} {x:.2g}" for name, x in worst.items()) + "\n")

@@ -28,6 +28,7 @@ __all__ = [
     "sticky",
 ]
 
+D = torch.float64
 Regimes = int | Sequence[str]
 Switching = str | Sequence[str] | None
 
@@ -65,15 +66,15 @@ class Build:
     def spread(self, what: str, center: float, apart: float) -> Tensor:
         """Numbers around a center, ``(M, 1)``; ``(1,)`` if they do not switch."""
         if what not in self.switching:
-            return torch.tensor([center])
-        return center + apart * torch.linspace(-1, 1, self.modes)[:, None]
+            return torch.tensor([center], dtype=D)
+        return center + apart * torch.linspace(-1, 1, self.modes, dtype=D)[:, None]
 
     def variances(self, what: str, usual: float) -> Tensor:
         """Variances, each regime's some times the one before, ``(M, 1)``, or ``(1,)``."""
         if what not in self.switching:
-            return torch.tensor([usual])
+            return torch.tensor([usual], dtype=D)
         decades = 0.3 if "mean" in self.switching else 0.6
-        return usual * torch.logspace(-decades, decades, self.modes)[:, None]
+        return usual * torch.logspace(-decades, decades, self.modes, dtype=D)[:, None]
 
     def model(
         self,
@@ -150,7 +151,7 @@ def sticky(modes: int, stay: float = STAY) -> Tensor:
 
 def companion(coefficients: Tensor, size: int) -> Tensor:
     """``(..., size, size)``: the first coefficients in the first row, then what shifts the lags."""
-    out = torch.zeros(*coefficients.shape[:-1], size, size)
+    out = torch.zeros(*coefficients.shape[:-1], size, size, dtype=D)
     out[..., 0, : coefficients.shape[-1]] = coefficients
     out[..., 1:, :-1] = torch.eye(size - 1)
     return out
@@ -158,7 +159,7 @@ def companion(coefficients: Tensor, size: int) -> Tensor:
 
 def in_front(variances: Tensor, size: int) -> Tensor:
     """``(..., size, size)``: a variance of the first state alone."""
-    out = torch.zeros(*variances.shape[:-1], size, size)
+    out = torch.zeros(*variances.shape[:-1], size, size, dtype=D)
     out[..., :1, 0] = variances
     return out
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import broadcast, holds, require
 from cumulant.core.errors import InputError
-from cumulant.core.typed import linalg
 from cumulant.filtering import moments
 from cumulant.filtering.model_checks import real_numbers
 from cumulant.filtering.moments import Affine
@@ -131,6 +130,12 @@ class GaussianBank:
         value = self.observations.to(self.dtype)[..., None, None, :]
         return value if self.seen is None else value.masked_fill(~self.seen, 0.0)
 
+    @cached_property
+    def exact(self) -> bool:
+        """Whether some element of the observations has no noise of its own."""
+        noise = self._parts["emission"][2].whole.detach().diagonal(dim1=-2, dim2=-1)
+        return self.model.state_size > 0 and holds(noise != 0) is False
+
     def over_time(self) -> list[OverTime]:
         """log P(j | i), then matrix, offset and noise of the dynamics and of the emission."""
         return [part for _, part in self._varying()]
@@ -245,11 +250,16 @@ class GaussianBank:
             noise = self._noise_root("emission", emission)
             known = update(emission.matrix, noise, roots[0], seen)
             roots = [known.root]
-        out = moments.observe(emission, mean, covariance, value, seen, known)
-        return (out.mean, out.covariance, *roots), out.log_likelihood
+        exact = self.exact and known is None
+        out = moments.observe(emission, mean, covariance, value, seen, known, exact=exact)
+        found = out.mean
+        if exact:
+            found = moments.agreed(found, out.covariance, mean, covariance)
+        return (found, out.covariance, *roots), out.log_likelihood
 
     def collapse(self, log_weights: Tensor, message: Message) -> Message:
-        mean, covariance = moments.collapse(log_weights, *message[:2])
+        exact = self.exact and len(message) == 2
+        mean, covariance = moments.collapse(log_weights, *message[:2], exact=exact)
         if len(message) == 2:
             return mean, covariance
         away, columns = (mean - message[0]).movedim(-3, -2), message[2].movedim(-4, -3)
@@ -259,28 +269,28 @@ class GaussianBank:
     def loses_digits(self, beliefs: Sequence[Belief]) -> bool:
         """Whether variances fall so far below those before that rounding shows in them.
 
-        What is rounded off the variance of one coordinate reaches those that the dynamics make of
-        it. At the end, a direction with far less variance than the coordinates counts as well: the
-        next observation may pin them. Covariances that come with a root keep their digits.
+        A variance is rounded to the digits of those that it was made from, step by step; one that
+        is zero forgets them. At the end, a direction with far less variance than the coordinates
+        counts as well: the next observation may pin them. Covariances that come with a root keep
+        their digits.
         """
         if len(beliefs[0].message) > 2 or not self.model.state_size:
             return False
-        each = [b.message[1].detach().diagonal(dim1=-2, dim2=-1) for b in beliefs]
-        if len({x.shape for x in each}) > 1:
-            each = [
-                torch.stack([f(x, (-3, -2)) for f in (torch.amin, torch.amax)], -2) for x in each
-            ]
-            each = [x.unsqueeze(-2) for x in each]
-        last, over_time = moments.symmetric(beliefs[-1].message[1].detach()), torch.stack(each)
-        largest = over_time.amax((-3, -2)).cummax(0).values
-        least = torch.where(over_time > 0, over_time, torch.inf).amin((-3, -2))
-        n = largest.shape[-1]
-        reach = torch.ones(n, n, dtype=torch.bool, device=largest.device)
+        n = self.model.state_size
+        moves = torch.ones(n, n, dtype=torch.bool, device=self.observations.device)
         if not getattr(self.model, "functions", None):
             moves = (self._parts["dynamics"][0].whole.detach() != 0).flatten(0, -3).any(0)
-            reach = linalg.matrix_power((moves | reach.tril().triu()).to(largest), n) > 0
-        before = torch.where(reach, largest[..., None, :], 0.0).amax(-1)
-        return holds(least >= LEAST_SHARE * before) is False or not regular(last, LEAST_SHARE)
+        largest = torch.zeros((), dtype=self.dtype, device=moves.device).expand(n)
+        lost = torch.zeros((), dtype=torch.bool, device=moves.device)
+        for belief in beliefs:
+            each = belief.message[1].detach().diagonal(dim1=-2, dim2=-1)
+            own = each.amax((-3, -2))
+            before = torch.where(moves, largest[..., None, :], 0.0).amax(-1)
+            largest = torch.where(own > 0, torch.maximum(own, before), 0.0)
+            least = torch.where(each == 0, torch.inf, each).amin((-3, -2))
+            lost = lost | ~(least >= LEAST_SHARE * largest).all()
+        last = moments.symmetric(beliefs[-1].message[1].detach())
+        return holds(~lost) is False or not regular(last, LEAST_SHARE)
 
     def plain(self, belief: Belief) -> Belief:
         """The belief without roots, if its covariances have all their digits without them."""

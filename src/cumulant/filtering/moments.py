@@ -18,10 +18,14 @@ from cumulant.core.typed import linalg
 from cumulant.filtering.roots import Update, valued
 from cumulant.measures.gaussian import LOG_2PI
 
-__all__ = ["Affine", "Observed", "collapse", "observe", "predict", "symmetric"]
+__all__ = ["Affine", "Observed", "agreed", "collapse", "observe", "predict", "symmetric"]
 
 # From so many matrices on, one large product beats a loop over small ones.
 MANY = 256
+# (64 eps)^2: what rounding leaves of a variance that an exact observation takes away is less than
+# this share of it. Numbers that differ by less than AGREEMENT, relative to what they were computed
+# from, differ by rounding. Both as in native/.
+ROUNDING, AGREEMENT = 2.0e-28, 1e-13
 
 
 class Affine(NamedTuple):
@@ -179,6 +183,8 @@ def observe(
     value: Tensor,
     seen: Tensor | None,
     known: Update | None = None,
+    *,
+    exact: bool = False,
 ) -> Observed:
     """Condition on value = C x + d + noise; elements not `seen` say nothing.
 
@@ -191,6 +197,8 @@ def observe(
         value: ``(*batch, 1, 1, p)``.
         seen: ``(*batch, 1, 1, p)``, or None if all were.
         known: the same in roots, which have more digits.
+        exact: some elements have no noise. What they leave certain gets variance zero, instead of
+            what rounding makes of it.
     """
     expected, cross, spread = _through(emission, mean, covariance)
     surprise = value - expected
@@ -228,10 +236,38 @@ def observe(
     kept = plus(keep @ covariance @ keep.mT, 1, gain, times(noise, gain.mT))
     if known is not None:
         kept = valued(known.root @ known.root.mT, kept)
+    elif exact:
+        noisy = (gain @ noise * gain).sum(-1).detach()
+        left, before = (x.detach().diagonal(dim1=-2, dim2=-1) for x in (kept, covariance))
+        certain = (noisy == 0) & (left <= ROUNDING * before)
+        none = certain[..., None] | certain[..., None, :]
+        # As a function of the noise it is not zero everywhere: the derivative stays.
+        kept = torch.where(none, valued(torch.zeros_like(kept).detach(), kept), kept)
     return Observed(mean, kept, log_likelihood)
 
 
-def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def agreed(mean: Tensor, covariance: Tensor, predicted: Tensor, spread: Tensor) -> Tensor:
+    """Means with what all branches know exactly, and alike but for rounding, the same in every bit.
+
+    Branches are compared with the first history of the same mode, then with the first of all.
+
+    Args:
+        mean, covariance: after the observation, ``(*batch, G, M, n)`` and ``(*batch, G, M, n, n)``.
+        predicted, spread: the same before it.
+    """
+    certain = covariance.detach().diagonal(dim1=-2, dim2=-1) == 0
+    size = mean.detach().abs() + predicted.detach().abs()
+    size = AGREEMENT * (size + spread.detach().diagonal(dim1=-2, dim2=-1).abs().sqrt())
+    for first in (mean[..., :1, :, :], mean[..., :1, :1, :]):
+        known = certain[..., :1, : first.shape[-2], :] & certain
+        near = known & ((mean - first).detach().abs() <= size)
+        mean = torch.where(near, valued(first.detach().expand_as(mean), mean), mean)
+    return mean
+
+
+def collapse(
+    log_weights: Tensor, mean: Tensor, covariance: Tensor, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
     """The M-projection of mixtures over histories onto one Gaussian for each mode (T11).
 
     m = sum p_g m_g, P = sum p_g (P_g + (m_g - m)(m_g - m)').
@@ -239,6 +275,7 @@ def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Ten
     Args:
         log_weights: ``(*batch, G, M)``.
         mean, covariance: ``(*batch, G, M or 1, n)`` and ``(*batch, G, M or 1, n, n)``.
+        exact: where means are equal, their mean is the same in every bit.
 
     Returns:
         Means ``(*batch, 1, M, n)`` and covariances, symmetric up to rounding.
@@ -252,6 +289,10 @@ def collapse(log_weights: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Ten
     else:
         middle = (p[..., None] * mean).sum(-3)
         within = (p[..., None, None] * covariance).sum(-4)
+    if exact:
+        same = (mean == mean[..., :1, :, :]).all(-3)
+        first = mean[..., 0, :, :].detach().expand_as(middle)
+        middle = torch.where(same, valued(first, middle), middle)
     away = (mean - middle[..., None, :, :]).movedim(-3, -2)  # (*batch, M, G, n)
     between = (away * p.mT[..., None]).mT @ away
     return middle[..., None, :, :], (within + between)[..., None, :, :, :]

@@ -39,6 +39,7 @@ template <class S, class N, class O> static void forward_pass(const Task& z, con
     if (z.found[TOTALS].step) store(z.found[TOTALS], z.found_along[TOTALS], at, t, &total, 1);
     begin += now.G * z.M;
     report(z, at, begin, next);
+    digits.observed(recursion);
     digits.after_step(next);
     std::swap(now, next);
   }
@@ -82,6 +83,7 @@ template <class S, class N, class O> static void backward_pass(const Task& z, co
   for (int64_t t = 0; t < z.steps; t++) {
     totals[t] = recursion.forward(t, trail[t], trail[t + 1]);
     add(sum, totals[t]);
+    digits.observed(recursion);
     digits.after_step(trail[t + 1]);
     store(z.found[PREDICTED], z.found_along[PREDICTED], at, t * z.M, recursion.log_predicted(), z.M);
   }
@@ -117,6 +119,18 @@ template <class S> static void all(const Task& z, void (*pass)(const Task&, cons
   });
 }
 
+// Whether some element of the observations has no noise of its own in some mode, at some step, in some series.
+static bool without_noise(const Task& z) {
+  const Array& R = z.given[EMISSION_NOISE];
+  if (!R.data || !z.n) return false;
+  for (int64_t b = 0; b < (R.series ? z.series : 1); b++)
+    for (int64_t t = 0; t < (R.step ? z.steps : 1); t++)
+      for (int64_t j = 0; j < z.M; j++)
+        for (int64_t a = 0; a < z.p; a++)
+          if (R.data[b * R.series + t * R.step + (j * z.p + a) * z.p + a] == 0.0) return true;
+  return false;
+}
+
 // words: M, n, p, steps, series, threads, mixes, joins, alike, the address of `histories`; then (address, stride of series, stride
 // of steps) of each array, in the order of Task. Returns 0 if all went well, 1 if memory ran out.
 static void read(Task& z, const int64_t* w) {
@@ -128,6 +142,7 @@ static void read(Task& z, const int64_t* w) {
   };
   arrays(z.given, GIVENS), arrays(z.along, GIVENS), arrays(z.found, FOUNDS), arrays(z.found_along, FOUNDS);
   arrays(z.seed, FOUNDS), arrays(z.to, GIVENS), arrays(z.to_along, GIVENS);
+  z.exact = without_noise(z);
 }
 
 // Usual sizes are known to the compiler; one series alone runs on doubles, several in lanes.

@@ -6,6 +6,8 @@
 namespace filtering {
 
 constexpr double HALF_LOG_2PI = 0.91893853320467274178;
+// (64 eps)^2: what rounding leaves of a variance that an exact observation takes away is less than this share of it.
+constexpr double ROUNDING = 2.0e-28;
 
 // A number of states or observations known to the compiler: its loops have no overhead. Where it is not, an int takes its place.
 template <int size> struct Fixed {
@@ -65,6 +67,28 @@ template <class S, class N> void predict(const Affine<S>& step, const S* m, cons
   }
   times(scratch, step.matrix, P, n, n, n);
   square(out.predicted_covariance, scratch, step.matrix, step.noise, n, n);
+}
+
+// Whether an observation without noise left a coordinate certain, in some lane: then `factor` takes away what rounding made up.
+INLINE bool certain(double noisy, double after, double before, double& factor) {
+  factor = noisy == 0.0 && after <= ROUNDING * before ? 0.0 : 1.0;
+  return factor == 0.0;
+}
+INLINE bool certain(const Lanes& noisy, const Lanes& after, const Lanes& before, Lanes& factor) {
+  bool any = false;
+  for (int l = 0; l < WIDTH; l++) {
+    double f;
+    any |= certain(noisy.v[l], after.v[l], before.v[l], f);
+    factor.v[l] = f;
+  }
+  return any;
+}
+INLINE void shrink(double& x, double factor) { x *= factor; }
+INLINE void shrink(Lanes& x, const Lanes& factor) { x = x * factor; }
+template <class T> INLINE void shrink(Dual<T>& x, const Dual<T>& factor) { shrink(x.v, factor.v); }  // as a function of the noise, it changes
+template <class T> INLINE bool certain(const Dual<T>& noisy, const Dual<T>& after, const Dual<T>& before, Dual<T>& factor) {
+  factor.d = T(0.0);
+  return certain(noisy.v, after.v, before.v, factor.v);
 }
 
 // Condition on value = C x + d + noise. `seen` is 1 or 0 for each element, null if all were seen; one that was not becomes
@@ -131,8 +155,18 @@ template <class S, class N, class O> void observe(const Affine<S>& emission, con
   }
   times(kept, x.gain, emission.noise, n, p, p);
   square(x.covariance, kept, x.gain, (const S*)nullptr, n, p);
+  S* noisy = kept + n * (n > p ? n : p);
+  for (int i = 0; i < n; i++) noisy[i] = x.covariance[i * n + i];
   times(kept, keep, x.predicted_covariance, n, n, n);
   square(x.covariance, kept, keep, x.covariance, n, n);
+  for (int i = 0; i < n; i++) {
+    S factor = S(1.0);
+    if (!certain(noisy[i], x.covariance[i * n + i], x.predicted_covariance[i * n + i], factor)) continue;
+    for (int j = 0; j < n; j++) {
+      shrink(x.covariance[i * n + j], factor);
+      x.covariance[j * n + i] = x.covariance[i * n + j];
+    }
+  }
 }
 
 // The adjoint of `observe`. Joseph's form is P - P C' S^-1 C P as a function of everything, so that is what is differentiated:
@@ -257,11 +291,17 @@ template <class S, class F, class N> S collapse(int count, F member, S* shares, 
   for (int k = 1; k < count; k++) top = larger(top, *member(k).log_weight);
   for (int k = 0; k < count; k++) add(sum, shares[k] = exponential(*member(k).log_weight - top));
   const S scale = S(1.0) / sum;
-  for (int i = 0; i < n; i++) mean[i] = S(0.0);
   for (int i = 0; i < n * n; i++) covariance[i] = S(0.0);
-  for (int k = 0; k < count; k++) {
-    shares[k] = shares[k] * scale;
-    for (int i = 0; i < n; i++) add(mean[i], shares[k] * member(k).mean[i]);
+  for (int k = 0; k < count; k++) shares[k] = shares[k] * scale;
+  for (int i = 0; i < n; i++) {
+    S sum = S(0.0), most = member(0).mean[i], least = most;
+    for (int k = 0; k < count; k++) {
+      const S& m = member(k).mean[i];
+      add(sum, shares[k] * m);
+      most = larger(most, m), least = smaller(least, m);
+    }
+    common(sum, most, least);
+    mean[i] = sum;
   }
   for (int k = 0; k < count; k++) {
     const Member<S> x = member(k);

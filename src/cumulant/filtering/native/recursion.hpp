@@ -12,11 +12,14 @@ enum Found { TOTALS, PREDICTED, FOUND_WEIGHTS, FOUND_MEANS, FOUND_COVARIANCES, D
 
 // Up to here a gradient keeps what lies between beliefs; beyond, it is computed twice.
 constexpr int64_t MOST_BYTES = int64_t(2) << 20;
+// Relative to what they were computed from, numbers closer than this differ by rounding.
+constexpr double AGREEMENT = 1e-13;
 
 struct Task {
   int M, n, p;
   int64_t steps, series, threads;
   bool mixes, joins, alike;   // IMM; GPB1, which keeps one message for all modes; all modes begin with the same message
+  bool exact;                 // some element is observed without noise
   const int64_t* histories;   // G before the first step and after each
   Array given[GIVENS], along[GIVENS], found[FOUNDS], found_along[FOUNDS], seed[FOUNDS], to[GIVENS], to_along[GIVENS];
   mutable std::atomic<bool> failed{false};
@@ -142,6 +145,7 @@ template <class S, class N, class O> class Recursion : Between<S> {
         observe(affine(EMISSION, j), now[VALUES], complete ? nullptr : seen, x, scratch, n, p);
         top = larger(top, x.log_likelihood);
       }
+    if (z.exact) agree();
     // A common part is taken off first, so that an outlier does not swamp the weights.
     for (int64_t k = 0; k < H * M; k++) weights[k] = (one ? predicted[k] : joint[k]) + (passages[k].log_likelihood - top);
     const S rest = log_sum<S>(int(H * M), [&](int k) { return weights[k]; });
@@ -150,6 +154,21 @@ template <class S, class N, class O> class Recursion : Between<S> {
     return rest + top;
   }
   const S* log_predicted() const { return predicted; }
+  // Whether each branch found the variance of what it observed without cancellation that leaves too few digits, in lane l.
+  bool pivots(int l, double least) const {
+    for (int64_t k = 0; k < H * M; k++) {
+      const Affine<S> emission = affine(EMISSION, int(k % M));
+      for (int a = 0; a < p; a++) {
+        if (!complete && lane(seen[a], l) == 0.0) continue;
+        double size = 0.0;
+        for (int i = 0; i < n; i++)
+          size += std::abs(lane(emission.matrix[a * n + i], l)) * std::sqrt(std::abs(lane(passages[k].predicted_covariance[i * n + i], l)));
+        const double pivot = lane(passages[k].root[a * p + a], l);
+        if (!(pivot * pivot >= least * (size * size + lane(emission.noise[a * p + a], l)))) return false;
+      }
+    }
+    return true;
+  }
 
   // Adds to the bars of `in` what those of `out`, of the total and of the predicted modes make of them; after forward(t).
   void backward(int64_t t, const Belief<S>& in, const Belief<S>& out, const Belief<S>& out_bar, const S& total_bar, const S* predicted_bar,
@@ -219,6 +238,24 @@ template <class S, class N, class O> class Recursion : Between<S> {
   }
   const S* before_covariance(const Belief<S>& in, int64_t t, int64_t h, int j) const {
     return first_alike(t) ? in.covariances : z.mixes ? mixed_covariance + j * nn : in.covariances + h * nn;
+  }
+  // Branches that know a coordinate exactly, and to the same number but for rounding, get the same in every bit.
+  void agree() {
+    const int64_t count = H * M;
+    for (int i = 0; i < n; i++)
+      for (int l = 0; l < at.count; l++)
+        for (int64_t k = 1; k < count; k++) {
+          const Passage<S>& x = passages[k];
+          if (lane(x.covariance[i * n + i], l) != 0.0) continue;
+          const double own = lane(x.mean[i], l), before = lane(x.predicted_mean[i], l);
+          const double size = std::abs(own) + std::abs(before) + std::sqrt(std::abs(lane(x.predicted_covariance[i * n + i], l)));
+          for (int64_t b = 0; b < k; b++) {
+            const double other = lane(passages[b].mean[i], l);
+            if (lane(passages[b].covariance[i * n + i], l) != 0.0 || !(std::abs(own - other) <= AGREEMENT * size)) continue;
+            set_lane(x.mean[i], l, other);
+            break;
+          }
+        }
   }
   // Members that are kept as one: branch (o, k, j) for each o.
   Member<S> branch(int64_t keep, int64_t k, int j, int o) const {

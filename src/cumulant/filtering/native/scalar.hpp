@@ -34,10 +34,12 @@ INLINE double root(double a) { return std::sqrt(a); }
 INLINE double exponential(double a) { return std::exp(a); }
 INLINE double logarithm(double a) { return std::log(a); }
 INLINE double larger(double a, double b) { return a > b ? a : b; }
+INLINE double smaller(double a, double b) { return a < b ? a : b; }
 INLINE Lanes root(const Lanes& a) { return each(a, [](double x) { return std::sqrt(x); }); }
 INLINE Lanes exponential(const Lanes& a) { return each(a, [](double x) { return std::exp(x); }); }
 INLINE Lanes logarithm(const Lanes& a) { return each(a, [](double x) { return std::log(x); }); }
 INLINE Lanes larger(const Lanes& a, const Lanes& b) { return Lanes(a.v > b.v ? a.v : b.v); }
+INLINE Lanes smaller(const Lanes& a, const Lanes& b) { return Lanes(a.v < b.v ? a.v : b.v); }
 
 template <class T> struct Dual {
   T v, d;
@@ -64,7 +66,22 @@ template <class T> INLINE Dual<T> logarithm(const Dual<T>& a) { return {logarith
 // The larger one as a constant: what is taken off before an exponential has no derivative.
 template <class T> INLINE Dual<T> larger(const Dual<T>& a, const Dual<T>& b) { return {larger(a.v, b.v), T(0.0)}; }
 
+template <class T> INLINE Dual<T> smaller(const Dual<T>& a, const Dual<T>& b) { return {smaller(a.v, b.v), T(0.0)}; }
+
 template <class S> INLINE void add(S& a, const S& b) { a = a + b; }
+
+// A mean of equal numbers is that number in every bit: a mixture of messages that agree has no variance between them.
+INLINE void common(double& mean, double most, double least) { mean = most == least ? most : mean; }
+INLINE void common(Lanes& mean, const Lanes& most, const Lanes& least) { mean.v = most.v == least.v ? most.v : mean.v; }
+template <class T> INLINE void common(Dual<T>& mean, const Dual<T>& most, const Dual<T>& least) { common(mean.v, most.v, least.v); }
+
+// One of the series that a number stands for.
+INLINE double lane(double x, int) { return x; }
+INLINE double lane(const Lanes& x, int l) { return x.v[l]; }
+template <class T> INLINE double lane(const Dual<T>& x, int l) { return lane(x.v, l); }
+INLINE void set_lane(double& x, int, double value) { x = value; }
+INLINE void set_lane(Lanes& x, int l, double value) { x.v[l] = value; }
+template <class T> INLINE void set_lane(Dual<T>& x, int l, double value) { set_lane(x.v, l, value); }
 
 // An array of doubles over series and steps; the entries of one step lie side by side. A stride of 0 broadcasts.
 struct Array { double* data = nullptr; int64_t series = 0, step = 0; };
