@@ -17,7 +17,7 @@ SOURCE = Path(cm.__file__).parent
 LAYERS = [
     *("core", "figures", "pages", "distributed", "kernels", "measures", "testing"),
     *("attention", "derivatives", "dynamics", "memory", "contrastive", "filtering", "nn"),
-    *("integrations", "lens", "lab", "cli"),
+    *("integrations", "lens", "serve", "lab", "cli"),
 ]
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("report", "report", "Write one self-contained page with every result."),
     "claims": ("claims", "claims", "Test every claim of the paper and its drafts."),
     "lens": ("lens", "lens", "Show what attention does in a model, token by token."),
+    "serve": ("serve", "serve", "Show what attention does with your own text, in the browser."),
     "filter": ("filter", "filter_series", "Find the regimes and the hidden states of a series."),
     "simulate": ("simulate", "simulate", "Simulate a cloud of points that attends to itself."),
     "bench": ("bench", "bench", "Time Cumulant against the real alternative, in one run."),

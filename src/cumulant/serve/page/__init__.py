@@ -1,0 +1,1 @@
+"""The page: template, style and scripts."""
