@@ -44,7 +44,7 @@ def claims(
 ) -> None:
     """Test every claim of the paper and its drafts.
 
-    Each claim, T1 to T33 and the systems the paper relies on, is an experiment
+    Each claim, T1 to T42 and the systems the paper relies on, is an experiment
     whose numbers decide: it holds, holds with a correction (the draft's form
     fails and the corrected one passes), does not hold in general, or is open.
 

@@ -1,6 +1,6 @@
 """Attention as a map on clouds of points: expansion, contraction, fixed points.
 
-See docs/theory.md, T13-T18.
+See docs/theory.md, T13-T18, T34.
 """
 
 from typing import NoReturn
@@ -26,6 +26,12 @@ from cumulant.dynamics.gibbs import (
     alternation_matrix,
     block_gibbs,
     stationary,
+)
+from cumulant.dynamics.growth import (
+    circle_growth_rate,
+    fastest_degree,
+    gaussian_growth_rate,
+    sphere_growth_rate,
 )
 from cumulant.dynamics.initial import initial_cloud
 from cumulant.dynamics.inverse import inverse
@@ -63,15 +69,18 @@ __all__ = [
     "alternate",
     "alternation_matrix",
     "block_gibbs",
+    "circle_growth_rate",
     "cloud_entropy",
     "cloud_norm",
     "cloud_spread",
     "clusters",
     "expansion",
     "expansion_bounds",
+    "fastest_degree",
     "fixed_point",
     "flow",
     "gaussian_flow",
+    "gaussian_growth_rate",
     "gaussian_map",
     "gaussianity",
     "initial_cloud",
@@ -81,6 +90,7 @@ __all__ = [
     "participation_ratio",
     "simulate",
     "spectral_radius",
+    "sphere_growth_rate",
     "stationary",
     "step",
 ]

@@ -236,7 +236,7 @@ class Claim:
     ``finding`` and ``caption`` are format strings over the numbers and whatever else was seen.
 
     Attributes:
-        id: T1 to T33, or the name of a system the paper leans on.
+        id: T1 to T42, or the name of a system the paper leans on.
         title: a few words.
         evidence: what the verdict rests on, one of `EVIDENCE`.
         statement: the claim in our own words, in plain text.

@@ -40,7 +40,7 @@ FOLDERS = ("theory", "systems")
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Every claim by its id: T1 to T33, then the systems by name.
+    """Every claim by its id: T1 to T42, then the systems by name.
 
     Each is a module with `CLAIM`, the data, `measure`, the experiment, and `draw`, its picture.
     """

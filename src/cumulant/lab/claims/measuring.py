@@ -16,6 +16,7 @@ __all__ = [
     "fitted",
     "gap",
     "integrated",
+    "interval",
     "median",
     "minimized",
     "order",
@@ -47,6 +48,12 @@ def median(values: Tensor | Sequence[float]) -> float:
 def standard_error(samples: Tensor) -> float:
     """Of the mean of independent samples."""
     return float(samples.std()) / len(samples) ** 0.5
+
+
+def interval(samples: Tensor) -> float:
+    """Half of the 95 % confidence interval of the mean, by Student's law."""
+    student: Any = import_module("scipy.stats").t
+    return float(student.ppf(0.975, len(samples) - 1)) * standard_error(samples)
 
 
 def order(steps: Sequence[int], errors: Sequence[float]) -> float:

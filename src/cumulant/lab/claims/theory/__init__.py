@@ -1,1 +1,1 @@
-"""T1 to T33, one file each."""
+"""T1 to T42, one file each."""
