@@ -62,6 +62,7 @@ fuzz: environment
 	$(FUZZ)/smoothing.py --rounds $(ROUNDS)
 	$(FUZZ)/csv_files.py --rounds $(ROUNDS)
 	$(FUZZ)/intervals.py --rounds $(ROUNDS)
+	$(FUZZ)/serving.py
 	$(FUZZ)/model_types.py
 
 # The compiled engine under AddressSanitizer and UBSan.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import torch
 import uvicorn
 
+import cumulant as cm
 from cumulant.serve.application import application
 from cumulant.serve.models import Models
 
@@ -68,3 +71,32 @@ def serving(models: Models) -> Iterator[Client]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+def tiny() -> cm.lens.models.Loaded:
+    """The demo model's tokenizer with a tiny model of its vocabulary: quick to run."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = cm.lens.load().tokenizer
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertModel(BertConfig(vocab_size=len(tokenizer), num_hidden_layers=2, **sizes)).eval()
+    return cm.lens.models.Loaded(model, tokenizer, "/secret/folder/tiny", ())
+
+
+def soak(loaded: cm.lens.models.Loaded, count: int) -> int:
+    """How many kB the process grows by over so many requests, after some to warm up."""
+
+    def resident() -> int:
+        with open("/proc/self/status") as file:
+            return int(re.search(r"VmRSS:\s+(\d+)", file.read())[1])
+
+    with serving(Models([loaded])) as client:
+        for i in range(100):
+            client.ask("view", text=f"Text {i}.")
+        before = resident()
+        for i in range(count):
+            status, found = client.ask("view", text=f"Text {i} again, and more of it.")
+            if status != 200:
+                raise AssertionError(found)
+        return resident() - before
