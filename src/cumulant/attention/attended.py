@@ -340,6 +340,11 @@ class Attended(Lazy):
         known = [n for n in FIELDS if n in held or any(name == n for name, _ in self._kept)]
         return f"Attended(mean {shape} {kind}; computed: {', '.join(known) or 'nothing yet'})"
 
+    def _repr_html_(self) -> str:
+        from cumulant.attention.display import as_html
+
+        return as_html(self)
+
     def __copy__(self) -> Attended:
         return Attended(self._source, self._dtype)
 

@@ -28,6 +28,8 @@ class Direct(Lazy):
     Dropout acts on the mean alone: the other columns belong to the measure with all its weights.
     """
 
+    over_ranks: bool = False
+
     def __init__(self, call: Call, *, values_are_keys: bool = False) -> None:
         self._call = call
         self._measure = call.without_dropout() if "seed" in call.arguments else call

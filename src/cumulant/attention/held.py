@@ -30,6 +30,8 @@ class Held:
         why: the reason why other columns are not known.
     """
 
+    over_ranks: bool = False
+
     def __init__(
         self,
         columns: Mapping[str, Tensor],

@@ -54,6 +54,7 @@ class Joined(Lazy):
         self.sets = tuple(sets)
         self.leaves: tuple[Source, ...] = tuple(leaf for x in sets for leaf in _leaves(x))
         self.requires_grad = any(x.requires_grad for x in sets)
+        self.over_ranks = any(x.over_ranks for x in sets)
         self._parts = HERE if parts is None else parts  # no default: Dynamo cannot trace it
         self._lifted = lifted
         self._first = 0  # the number of the first key

@@ -25,6 +25,7 @@ class Packed(Lazy):
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self._parts = parts
+        self.over_ranks = any(x.over_ranks for x in parts)
 
     @property
     def shape(self) -> torch.Size:

@@ -97,6 +97,8 @@ def _meet(ranks: Ranks, name: str, ready: Callable[[str], None]) -> None:
 class _Around(Direct):
     """Keys travel; the kernels' own sums go around the ring. Scores are seen from an origin."""
 
+    over_ranks = True
+
     def __init__(self, call: Call, ranks: Ranks, *, values_are_keys: bool) -> None:
         super().__init__(call, values_are_keys=values_are_keys)
         self._ranks = ranks
@@ -134,6 +136,7 @@ class _Together(Joined):
         self, own: Direct, shard: ShardedKeys, parts: Parts, *, lifted: bool, rows: int
     ) -> None:
         super().__init__([own], parts, lifted=lifted)
+        self.over_ranks = True
         self._ranks = shard.ranks
         self._rows = rows
         self._first = shard.before

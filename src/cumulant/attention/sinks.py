@@ -49,6 +49,7 @@ class Sink:
         return self._logits.requires_grad
 
     keys = 0
+    over_ranks: bool = False
 
     def ready(self, name: str) -> None:
         """Refuse a field if the logits have changed since."""

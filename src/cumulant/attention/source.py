@@ -31,6 +31,7 @@ class Source(Protocol):
     Attributes:
         shape, device: of ``mean``.
         requires_grad: whether anyone can ask for a gradient.
+        over_ranks: whether other processes must ask for the same field at the same time.
         keys: how many keys there are, on all ranks; the sink is none.
         mean, key_mean, entropy, score_mean, score_variance: the fields.
         lowered: the log-normalizer without `lift`.
@@ -46,6 +47,8 @@ class Source(Protocol):
     def device(self) -> torch.device: ...
     @property
     def requires_grad(self) -> bool: ...
+    @property
+    def over_ranks(self) -> bool: ...
     @property
     def keys(self) -> int: ...
     @property

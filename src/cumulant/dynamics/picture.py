@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cumulant.dynamics.trajectory import Trajectory
 
-__all__ = ["View", "plot", "title"]
+__all__ = ["View", "blown_note", "plot", "title"]
 
 _MOST_POINTS = 3000
 
@@ -68,8 +68,12 @@ class View:
         # Color follows a point through time: its angle (or place) at the start.
         first = self.points[0] - self.points[0].mean(0)
         key = np.arctan2(first[:, 1], first[:, 0]) if self.dimension > 1 else first[:, 0]
-        self.colors = cycle() if self.dimension > 1 else ramp()
         self.hue = np.argsort(np.argsort(key)) / max(1, len(key) - 1)
+
+    @property
+    def colors(self) -> Any:
+        """The color map of `hue`; needs matplotlib."""
+        return cycle() if self.dimension > 1 else ramp()
 
     def limits(self, frames: Any) -> list[tuple[float, float]]:
         """A cube around these frames."""
@@ -147,7 +151,7 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
         figure = new_figure(max(7.0, 2.8 * len(frames)), sum(heights))
         parts: Any = figure.subfigures(1 + rows, 1, height_ratios=heights, squeeze=False)[:, 0]
         note = _clouds(parts[0], view, frames)
-        told = "; ".join(filter(None, [view.note, note, _ensemble_note(run), _blown_note(run)]))
+        told = "; ".join(filter(None, [view.note, note, _ensemble_note(run), blown_note(run)]))
         if told:
             parts[0].supxlabel(told, fontsize=8.5, color=MUTED)
         for i, name in enumerate(names):
@@ -179,7 +183,8 @@ def _ensemble_note(run: Trajectory) -> str:
     return f"first of {clouds} clouds; below, median and 5 to 95 %" if clouds > 1 else ""
 
 
-def _blown_note(run: Trajectory) -> str:
+def blown_note(run: Trajectory) -> str:
+    """Says so where a cloud blew up, and when."""
     when = run.blow_up_time[run.blow_up_time.isfinite()]
     return f"left the range of its numbers at t = {float(when.min()):.3g}" if len(when) else ""
 

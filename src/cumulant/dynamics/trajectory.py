@@ -75,6 +75,11 @@ class Trajectory:
             f"observables {seen}{lost})"
         )
 
+    def _repr_html_(self) -> str:
+        from cumulant.dynamics.display import as_html
+
+        return as_html(self)
+
     @property
     def final(self) -> Tensor:
         """The last state."""

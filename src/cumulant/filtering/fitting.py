@@ -79,6 +79,11 @@ class Fit(FitReport):
             f"{self.parameter_count} parameters, {self.observation_count} observations, {kind})"
         )
 
+    def _repr_html_(self) -> str:
+        from cumulant.filtering.display import fit_html
+
+        return fit_html(self)
+
     @property
     def converged(self) -> bool:
         """Whether the search reached a maximum."""

@@ -129,6 +129,11 @@ class Filtered(Lazy):
             f"steps={self.steps})"
         )
 
+    def _repr_html_(self) -> str:
+        from cumulant.filtering.display import posterior_html
+
+        return posterior_html(self)
+
     @property
     def steps(self) -> int:
         """T."""

@@ -18,6 +18,7 @@ from cumulant.filtering.fitting import Fit, fit
 from cumulant.filtering.forecasting import sample
 from cumulant.filtering.frames import PandasLike, need_pandas
 from cumulant.filtering.model import SwitchingLinearGaussian
+from cumulant.pages.cards import Markup, card, note
 
 if TYPE_CHECKING:
     from cumulant.filtering.frames import DataFrame
@@ -96,7 +97,8 @@ class RegimeComparison:
             + "</tr>"
             for row in self.rows
         )
-        return f"<table><tr>{heads}</tr>{body}</table><p>{' '.join(CAVEAT)}</p>"
+        inner = Markup(f"<table><tr>{heads}</tr>{body}</table>")
+        return card("Numbers of regimes", "", inner, note(" ".join(CAVEAT)))
 
 
 COLUMNS = ["parameters", "log-likelihood", "AIC", "BIC", "HQIC", "ratio", "p", "converged"]

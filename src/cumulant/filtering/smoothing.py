@@ -85,6 +85,11 @@ class Smoothed(Lazy):
         batch = tuple(self.beliefs[-1].log_weights.shape[:-2])
         return f"Smoothed(batch={batch}, steps={len(self.pairs)})"
 
+    def _repr_html_(self) -> str:
+        from cumulant.filtering.display import smoothed_html
+
+        return smoothed_html(self)
+
     def _each(self, function: Callable[[Belief], Tensor]) -> Tensor:
         return over_time(self.beliefs[1:], function).to(self.dtype)
 

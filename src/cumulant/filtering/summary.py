@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import textwrap
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from cumulant.core.typed import tolist
 from cumulant.filtering.frames import ModeNames, mode_names, need_pandas
 from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
 from cumulant.filtering.series import counted
+from cumulant.pages.cards import Markup, card, note, text
 
 if TYPE_CHECKING:
     from cumulant.filtering.fitting import Fit
@@ -186,30 +186,32 @@ class Summary:
         return list(zip(p, errors, strict=True))
 
     def _repr_html_(self) -> str:
-        def cells(row: Sequence[str], tag: str = "td") -> str:
-            return "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row)
+        return card("Summary", self.title, self.tables())
 
-        out = [f"<table><caption>{html.escape(self.title)}</caption>"]
-        out += [
-            f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in self.facts
-        ]
+    def tables(self) -> Markup:
+        """The tables and notes as HTML."""
+
+        def cells(row: Sequence[str], tag: str = "td") -> str:
+            return "".join(f"<{tag}>{text(x)}</{tag}>" for x in row)
+
+        out = ["<table>"]
+        out += [f"<tr><th>{text(a)}</th><td>{text(b)}</td></tr>" for a, b in self.facts]
         out += ["</table><table><tr>", cells(["", *self._columns()], "th"), "</tr>"]
         for title, rows in self._sections():
             if title:
-                out.append(f'<tr><th colspan="7">{html.escape(title)}</th></tr>')
+                out.append(f'<tr><th colspan="7">{text(title)}</th></tr>')
             for x in rows:
                 numbers = [_fixed(v, 4) for v in self._cells(x)]
-                out.append(f"<tr><th>{html.escape(x.label)}</th>{cells(numbers)}</tr>")
+                out.append(f"<tr><th>{text(x.label)}</th>{cells(numbers)}</tr>")
         out.append("</table>")
         if self.transition is not None and len(self.regimes) > 1:
             heads = ["from", *(f"to {x}" for x in self.regimes), "expected duration"]
             out.append(f"<table><tr>{cells(heads, 'th')}</tr>")
             for i, name in enumerate(self.regimes):
                 row = [*(_with_error(*x) for x in self._row(i)), _with_error(*self.durations[i])]
-                out.append(f"<tr><th>{html.escape(name)}</th>{cells(row)}</tr>")
+                out.append(f"<tr><th>{text(name)}</th>{cells(row)}</tr>")
             out.append("</table>")
-        out += [f"<p>{html.escape(x)}</p>" for x in self.notes]
-        return "".join(out)
+        return Markup("".join([*out, note(" ".join(self.notes))]))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what does not exist is None."""

@@ -56,6 +56,11 @@ class Examination:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
         return f"Examination({self.facts.get('name', 'model')}; {sizes})"
 
+    def _repr_html_(self) -> str:
+        from cumulant.lens.display import as_html
+
+        return as_html(self)
+
     def table(self) -> DataFrame:
         """One row per (input, layer, head, token); the columns are those of ``COLUMNS``."""
         if "tokens" not in self.tables and self.folder is not None:

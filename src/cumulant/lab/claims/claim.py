@@ -228,6 +228,11 @@ class Result:
     def __repr__(self) -> str:
         return f"Result({verdict(self.numbers)}; {len(self.numbers)} numbers)"
 
+    def _repr_html_(self) -> str:
+        from cumulant.lab.claims.display import result_html
+
+        return result_html(self)
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -279,6 +284,11 @@ class Claim:
 
     def __repr__(self) -> str:
         return f"Claim({self.id}: {self.title}; {self.recorded}, by {self.evidence})"
+
+    def _repr_html_(self) -> str:
+        from cumulant.lab.claims.display import claim_html
+
+        return claim_html(self)
 
     def experiment(self, trial: Trial) -> Result:
         """Measure, and put every number beside its rule.

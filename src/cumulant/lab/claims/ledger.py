@@ -33,7 +33,7 @@ from cumulant.lab.claims.claim import (
     verdict,
 )
 
-__all__ = ["Entry", "claims", "lacking", "run", "select", "sources"]
+__all__ = ["Entry", "claims", "lacking", "plain_number", "run", "select", "sources"]
 
 FOLDERS = ("theory", "systems")
 
@@ -102,6 +102,11 @@ class Entry:
         end = "crashed" if self.crash else "not run" if self.not_run else self.verdict
         return f"Entry({self.claim.id}: {self.claim.title}; {end}, {len(self.numbers)} numbers)"
 
+    def _repr_html_(self) -> str:
+        from cumulant.lab.claims.display import entry_html
+
+        return entry_html(self)
+
     @property
     def departs(self) -> bool:
         """Whether this is not what was written down when the claim was judged."""
@@ -113,12 +118,7 @@ class Entry:
     def as_dict(self) -> dict[str, Any]:
         """Everything but the picture, for JSON; numbers that are not finite are None."""
         about = self.claim
-        numbers = [
-            {"name": x.name, "value": _plain(x.value)}
-            | {name: _plain(value) for name, value in asdict(x.rule).items()}
-            | {"error": _plain(x.error), "outcome": x.outcome}
-            for x in self.numbers
-        ]
+        numbers = [plain_number(x) for x in self.numbers]
         return {
             "id": about.id,
             "title": about.title,
@@ -142,6 +142,13 @@ class Entry:
             "crash": self.crash,
             "not_run": self.not_run,
         }
+
+
+def plain_number(x: Measured) -> dict[str, Any]:
+    """A number and its rule for JSON; what is not finite is None."""
+    rule = {name: _plain(value) for name, value in asdict(x.rule).items()}
+    number = {"name": x.name, "value": _plain(x.value)}
+    return number | rule | {"error": _plain(x.error), "outcome": x.outcome}
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
 from cumulant.lab.report.drawings import drawing
 from cumulant.pages import mathml, number
 
-__all__ = ["KINDS", "Kind", "Number", "Shown", "shown"]
+__all__ = ["KINDS", "Kind", "Number", "Shown", "powers", "shown", "worded"]
 
 
 class Kind(NamedTuple):
@@ -89,7 +89,7 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
     kind = _VERDICTS.get(row["verdict"], _VERDICTS[OPEN])
     if row["crash"] is not None or row["not_run"] is not None:
         kind = _CRASHED if row["crash"] is not None else _NOT_RUN
-    caption = _powers(str(row["caption"] or row["title"]))
+    caption = powers(str(row["caption"] or row["title"]))
     return Shown(
         id=str(row["id"]),
         title=str(row["title"]),
@@ -101,10 +101,10 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         correction=str(row["correction"] or ""),
         slips=[str(slip) for slip in row.get("slips", ())],
         bounds=str(row.get("bounds", "")),
-        finding=_powers(str(row["finding"] or "")),
+        finding=powers(str(row["finding"] or "")),
         systems=", ".join(map(str, row["systems"])),
         tests=[str(path) for path in row["tests"]],
-        numbers=[_number(x) for x in row["numbers"]],
+        numbers=[worded(x) for x in row["numbers"]],
         figure=drawing(figure, str(row["id"]), caption) if figure else "",
         caption=caption,
         recorded=str(row["recorded"]),
@@ -114,7 +114,8 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
     )
 
 
-def _number(x: Mapping[str, Any]) -> Number:
+def worded(x: Mapping[str, Any]) -> Number:
+    """A measured number in words, from `plain_number`."""
     value = "not finite" if x["value"] is None else number(x["value"])
     if x["value"] is not None and x["error"] is not None:
         value += f" ± {number(x['error'], 2)}"
@@ -127,7 +128,7 @@ def _number(x: Mapping[str, Any]) -> Number:
     return Number(x["name"], x["says"], value, bound, x["form"], x["outcome"], mark)
 
 
-def _powers(text: str) -> str:
+def powers(text: str) -> str:
     """Sentences write 2e-15, people 2·10⁻¹⁵."""
     return re.sub(r"\b\d+(\.\d+)?e[+-]\d+\b", lambda m: _limit(float(m[0])), text)
 
