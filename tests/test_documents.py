@@ -47,7 +47,7 @@ def test_readme_table_is_what_was_measured():
     [
         *("index", "tutorial", "attention", "measures", "dynamics", "memory", "contrastive"),
         *("filtering", "regimes", "tracking", "filtering-families", "coming-from-statsmodels"),
-        *("lens", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
+        *("lens", "monitoring", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
         *("scaling", "distributed", "recipes", "linear-cross-entropy"),

@@ -36,10 +36,12 @@ from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import get_overridable_functions
 
+from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
 
 __all__ = ["Afterwards", "Begun", "Effect", "Handler", "Hook", "Scope", "Setting", "Token"]
@@ -367,27 +369,53 @@ def _alive(
 # ------------------------------------------------------------------------------------------ modules
 
 
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*given: Any) -> None:
+    """What a pickled module has in place of a hook."""
+
+
 class Hook:
     """A hook of one module, before or after its forward pass, with its keyword arguments.
+
+    Compiled code is traced without it, unless `breaks`. A pickled module is saved without it.
 
     Args:
         module: the module to hook.
         call: ``call(module, args, kwargs)`` before; ``call(module, args, kwargs, output)`` after.
             As in torch, anything but None that it returns replaces the arguments or the output.
         after: run after the forward pass, even if it raised; `output` is then None.
+        breaks: run in compiled code too, by a graph break.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., object], *, after: bool) -> None:
+    def __init__(
+        self, module: nn.Module, call: Callable[..., object], *, after: bool, breaks: bool = False
+    ) -> None:
         self.module = module
         self.call = call
         self.after = after
+        self.breaks = breaks
         self.token: Token | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
 
     def __deepcopy__(self, memo: Any) -> Hook:
         """A copied module has our hook too, so `call` receives the module that runs."""
         return self
 
     def __call__(self, module: nn.Module, *given: Any) -> object:
+        if self.breaks:
+            return self._break(module, *given)
+        return None if torch.compiler.is_compiling() else self._run(module, *given)
+
+    @eager
+    def _break(self, module: nn.Module, *given: Any) -> object:
+        return self._run(module, *given)
+
+    def _run(self, module: nn.Module, *given: Any) -> object:
         if self.token is None:
             return None
         if self.token.reaches:

@@ -26,7 +26,7 @@ from cumulant.core.errors import GroupError, InputError
 from cumulant.core.typed import tolist
 from cumulant.distributed.facts import Facts, digest, told
 
-__all__ = ["Group", "Ranks", "Traffic", "launched", "traffic"]
+__all__ = ["Group", "Ranks", "Traffic", "launched", "process_rank", "traffic"]
 
 _T = TypeVar("_T")
 
@@ -387,6 +387,13 @@ def _front(x: Tensor, rows: int) -> Tensor:
 def _padded(x: Tensor, rows: int) -> Tensor:
     more = rows - x.shape[0]
     return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
+
+
+def process_rank() -> int:
+    """The rank of this process among all; 0 where there is no group, or none yet."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if _under_torchrun() else 0
 
 
 def _under_torchrun() -> bool:

@@ -6,6 +6,7 @@ from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import examine
 from cumulant.lens.models import load
+from cumulant.lens.monitoring import Alarm, AttentionAlarm, Monitor, MonitorLog, Thresholds
 from cumulant.lens.observing import observe
 from cumulant.lens.tables import Lens
 from cumulant.lens.texts import Text
@@ -13,10 +14,15 @@ from cumulant.lens.texts import Text
 __all__ = [
     "COLUMNS",
     "TABLES",
+    "Alarm",
+    "AttentionAlarm",
     "Examination",
     "Lens",
+    "Monitor",
+    "MonitorLog",
     "Progress",
     "Text",
+    "Thresholds",
     "compare",
     "examine",
     "load",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import whole_file, write_file
-from cumulant.lens.columns import COLUMNS, TABLES
+from cumulant.lens.columns import COLUMNS, TABLES, Column
 from cumulant.lens.tables import pandas
 
 if TYPE_CHECKING:
@@ -33,13 +33,15 @@ def parquet() -> Any:
         ) from error
 
 
-def write_table(table: DataFrame, path: Path, name: str) -> None:
+def write_table(
+    table: DataFrame, path: Path, name: str, columns: Mapping[str, Column] = COLUMNS
+) -> None:
     """Write a table; the metadata of each field holds its unit and definition."""
     writer, arrow = parquet(), import_module("pyarrow")
     data = arrow.Table.from_pandas(table, preserve_index=False)
     fields: list[Any] = []
     for field in data.schema:
-        known = COLUMNS.get(field.name)
+        known = columns.get(field.name)
         facts = {"unit": known.unit, "definition": known.definition} if known else {}
         fields.append(field.with_metadata({**(field.metadata or {}), **facts}))
     about: dict[Any, Any] = {

@@ -24,7 +24,7 @@ from cumulant.lens.recorder import Recorder, Wanted
 from cumulant.lens.stack import is_model
 from cumulant.lens.tables import Lens
 
-__all__ = ["observe"]
+__all__ = ["is_compiled", "observe", "unseen", "watching"]
 
 # Whether what runs has been recorded already. It is set in a copy of the context, which ends with
 # the call whatever happens.
@@ -84,17 +84,22 @@ def observe(
     return Scope(begin)
 
 
-def watching(model: nn.Module, wanted: Wanted, seed: int = 0) -> Scope[Recorder]:
-    """`observe` for a recorder, also used by `examine`; the seed is for sampling layers."""
-    return Scope(lambda: _begin(model, wanted, seed))
+def watching(
+    model: nn.Module, wanted: Wanted, seed: int = 0, *, warns: bool = True
+) -> Scope[Recorder]:
+    """`observe` for a recorder: of `examine`, of `Monitor`; the seed is for sampling layers.
+
+    `warns` is whether to say that a compiled model runs uncompiled.
+    """
+    return Scope(lambda: _begin(model, wanted, seed, warns))
 
 
-def _begin(model: nn.Module, wanted: Wanted, seed: int) -> Begun[Recorder]:
+def _begin(model: nn.Module, wanted: Wanted, seed: int, warns: bool = True) -> Begun[Recorder]:
     probe = LayerProbe(model, seed=seed) if wanted.layers else None
-    return recording(model, Recorder(model, wanted, probe))
+    return recording(model, Recorder(model, wanted, probe), warns)
 
 
-def recording(model: nn.Module, recorder: Recorder) -> Begun[Recorder]:
+def recording(model: nn.Module, recorder: Recorder, warns: bool = True) -> Begun[Recorder]:
     """What makes every attention call of `model` reach `recorder`."""
     if any(isinstance(x, torch.jit.ScriptModule) for x in model.modules()):
         raise InputError(
@@ -103,18 +108,19 @@ def recording(model: nn.Module, recorder: Recorder) -> Begun[Recorder]:
         )
     probe = recorder.probe
     effects: list[Effect] = [] if probe is None else probe.effects()
-    if any(map(_is_compiled, model.modules())):
-        warnings.warn(
-            "the model is compiled; it runs uncompiled while observed, because compiled code does "
-            "not expose its attention.",
-            stacklevel=4,
-        )
+    if any(map(is_compiled, model.modules())):
+        if warns:
+            warnings.warn(
+                "the model is compiled; it runs uncompiled while observed, because compiled code "
+                "does not expose its attention.",
+                stacklevel=4,
+            )
         dynamo = import_module("torch._dynamo.eval_frame")
         effects.append(Setting(dynamo, "_stance", dynamo.DynamoStance("force_eager")))
     effects += [*_handlers(recorder), *recorder.stack.effects()]
 
     def check() -> None:
-        if recorder.stack.frames and not recorder.calls:
+        if recorder.stack.frames and not recorder.calls and recorder.wanted.sample is None:
             raise InputError(unseen(model))
 
     return Begun(recorder, effects, check)
@@ -131,7 +137,8 @@ def unseen(model: nn.Module) -> str:
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to this module itself."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 

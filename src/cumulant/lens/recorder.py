@@ -16,6 +16,7 @@ from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
+from cumulant.lens.sampling import Sample, sampled
 from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform
 from cumulant.lens.statistics import Positions, Top, statistics, top_keys
 
@@ -30,7 +31,8 @@ class Wanted:
     """What to measure: k90 and the top key, the leading eigenvalue, energy, layers.
 
     `links` and `top` are how many texts, from the first, to test the link on and to keep the five
-    largest weights of.
+    largest weights of. With `sample`, only some queries of a training step are measured, once for
+    each layer (`cumulant.lens.monitoring`).
     """
 
     order: bool = True
@@ -39,6 +41,7 @@ class Wanted:
     links: int = 0
     top: int = 0
     layers: bool = False
+    sample: Sample | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,9 @@ class Recorder:
         if 0 in (*call.query.shape, call.key.shape[2]):
             return
         layer = self._layer(module, call, frame)
+        if self.wanted.sample is not None:
+            self._take_sample(self.wanted.sample, layer, call, frame)
+            return
         positions = self._positions(call, frame)
         inputs = self._inputs(frame, call.query.shape[0])
         columns = statistics(
@@ -176,6 +182,18 @@ class Recorder:
         if not isinstance(given, Tensor) or given.ndim != 3:
             return None
         return given if getattr(module, "batch_first", True) else given.transpose(0, 1)
+
+    def _take_sample(self, sample: Sample, layer: Layer, call: AttentionCall, frame: Frame) -> None:
+        """Measure some queries of the first call of a layer; later ones are other micro-batches."""
+        again = any(record.layer == layer.number for record in self.records)
+        if again or not (frame.differentiated or sample.replayed):
+            return
+        few = sampled(call, self._positions(call, frame), sample, layer.number)
+        columns = statistics(few.call, few.positions, order=False, spectrum=False)
+        columns["score_max"] = few.call.attend().score_max
+        at = few.positions
+        figures = {name: x.cpu() for name, x in columns.items()}
+        self.records.append(Record(layer.number, few.texts, at.real.cpu(), at.token.cpu(), figures))
 
     def _layer(self, module: nn.Module, call: AttentionCall, frame: Frame) -> Layer:
         name = self.stack.names.get(id(module), type(module).__name__)

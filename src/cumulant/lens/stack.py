@@ -10,12 +10,13 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cumulant.core.interception import Afterwards, Effect, Hook
 from cumulant.core.typed import named_modules
 
-__all__ = ["Frame", "Running", "Stack", "is_model", "under_transform"]
+__all__ = ["Frame", "Running", "Stack", "in_backward", "is_model", "under_transform"]
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Frame:
 
     serial: int
     outermost: Running
+    differentiated: bool = False  # whether gradients were enabled: a training step
     inputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # by batch size
     times: dict[str, int] = field(default_factory=dict[str, int])
     real: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
@@ -93,7 +95,7 @@ class Stack:
         now = Running(module, self.names[id(module)], given, _seen_before(given))
         opens = not here.running or (is_model(now) and not any(map(is_model, here.running)))
         if opens:
-            frame = None if _in_backward() else Frame(self.frames, now)
+            frame = None if in_backward() else Frame(self.frames, now, torch.is_grad_enabled())
             here.frames.append((len(here.running), frame))
             self.frames += frame is not None
         here.running.append(now)
@@ -147,7 +149,7 @@ def _seen_before(given: dict[str, Any]) -> int:
         return 0
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether a backward pass is running: a checkpoint is then computed again, which is no call."""
     return import_module("torch._C")._current_graph_task_id() != -1
 
