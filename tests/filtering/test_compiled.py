@@ -25,13 +25,13 @@ def series(*shape):
 def runs(monkeypatch):
     """How often the compiled recursion ran."""
     made = []
-    original = compiled._Found.apply
+    original = compiled._found
 
-    def apply(*arguments):
+    def found(*arguments):
         made.append(arguments[0])
         return original(*arguments)
 
-    monkeypatch.setattr(compiled._Found, "apply", apply)
+    monkeypatch.setattr(compiled, "_found", found)
     return made
 
 
@@ -192,3 +192,22 @@ def test_a_series_in_a_lane_is_filtered_as_alone():
     together = F.filter(m, y)
     for k in (0, 7, 10):
         torch.testing.assert_close(together.mean[k], F.filter(m, y[k]).mean, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_kept_of_a_model_follows_changes_in_place():
+    """Filters of the same model share what its parameters come to; a write ends that."""
+    m, y = model(2, 2, 1), series(5, 1)
+    with torch.no_grad():
+        before = F.filter(m, y).log_likelihood
+        m.parameters["emission"].mul_(1.5)
+        after = F.filter(m, y).log_likelihood
+    fresh = F.SwitchingLinearGaussian(**m.parameters)
+    assert before != after
+    assert torch.equal(F.filter(fresh, y).log_likelihood, after)
+    slope = m.parameters["emission"].requires_grad_()
+    assert F.filter(m, y).log_likelihood.requires_grad
+    slope.requires_grad_(False)
+    with torch.inference_mode():
+        inside = F.filter(m, y).log_likelihood
+    assert not F.filter(m, y).log_likelihood.is_inference()
+    assert torch.equal(inside, after)

@@ -231,7 +231,7 @@ def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
     """The common batch shape; the error names the shapes."""
-    common = common_shape(*shapes.values())
+    common = torch.Size() if not any(shapes.values()) else common_shape(*shapes.values())
     if common is None:
         told = ", ".join(f"{n} {tuple(s)}" for n, s in shapes.items())
         raise InputError(f"{owner}: batch dimensions must broadcast, but are {told}.")

@@ -38,13 +38,13 @@ class Mode(NamedTuple):
         # Graphs have no inference mode: the compiler traces as under ``torch.no_grad``.
         compiling = torch.compiler.is_compiling()
         return cls(
-            grad=torch.is_grad_enabled(),
-            inference=False if compiling else torch.is_inference_mode_enabled(),
-            transforms=transforms(),
-            dual_level=forward_ad._current_level,
-            autocast=tuple(
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                for kind in ("cpu", "cuda")
+            torch.is_grad_enabled(),
+            False if compiling else torch.is_inference_mode_enabled(),
+            transforms(),
+            forward_ad._current_level,
+            (
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
             ),
         )
 
@@ -119,7 +119,7 @@ def known(owner: Lazy, name: str) -> Any:
 
 def _key(owner: Lazy) -> Mode:
     now = Mode.now()
-    return now._replace(grad=now.grad and owner._made.grad)
+    return now._replace(grad=False) if now.grad and not owner._made.grad else now
 
 
 _NOTHING: Any = object()

@@ -9,6 +9,7 @@ forward mode and the transforms of torch.func.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import groupby
@@ -38,7 +39,9 @@ def takes(bank: GaussianBank, belief: Belief) -> bool:
         return False
     if max(model.state_size, model.observation_size) > MOST_SIZE:
         return False
-    tensors = [*model.parameters.values(), y, belief.log_weights, *belief.message]
+    tensors = [y, belief.log_weights, *belief.message]
+    if bank.known is None or model.device.type != "cpu":
+        tensors += model.parameters.values()
     if bank.inputs is not None:
         tensors.append(bank.inputs)
     return y.shape[-2] > 0 and 0 not in belief.log_weights.shape and all(map(_readable, tensors))
@@ -59,15 +62,25 @@ def run_compiled(bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: b
     None where an observation has no density, or covariances lose the digits that roots keep.
     """
     plan, given, batch = problem_of(bank, scheme, belief, alike, total_only=False)
-    digits, totals, predicted, *beliefs = _Found.apply(plan, *given)
+    digits, totals, predicted, *beliefs = _found(plan, given)
     if not _good(digits, totals):
         return None
     totals, predicted = (
         x.reshape(*batch, *x.shape[1:]).to(bank.dtype) for x in (totals, predicted)
     )
-    pieces = _pieces(plan, beliefs, batch, bank.dtype)
-    source = None if totals.requires_grad else partial(_moments, plan, given, beliefs, batch)
+    pieces = partial(_pieces, plan, beliefs, batch, bank.dtype)
+    if totals.requires_grad:  # whoever asks first may do so without gradients
+        return Run(Beliefs(pieces()), (totals,), (predicted,))
+    source = partial(_moments, plan, given, beliefs, batch)
     return Run(Beliefs(pieces, source), (totals,), (predicted,))
+
+
+def _found(plan: Plan, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What is found, on the tape where something given is."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return _Found.apply(plan, *given)
+    found, digits = calls.value(plan, given)
+    return digits, *found
 
 
 def _moments(
@@ -83,13 +96,13 @@ def total_compiled(
 ) -> Tensor | None:
     """log p(observations), ``(*batch,)``; None as in `run_compiled`."""
     plan, given, batch = problem_of(bank, scheme, belief, alike, total_only=True)
-    digits, totals = _Found.apply(plan, *given)
+    digits, totals = _found(plan, given)
     return totals[:, 0].reshape(batch).to(bank.dtype) if _good(digits, totals) else None
 
 
 def _good(digits: Tensor, totals: Tensor) -> bool:
     """Whether every number can be trusted."""
-    return bool((digits.sum() == len(digits)) & totals.detach().sum().isfinite())
+    return float(digits.sum()) == len(digits) and math.isfinite(float(totals.detach().sum()))
 
 
 def problem_of(
@@ -104,11 +117,16 @@ def problem_of(
     histories = _histories(scheme, M, G, T, alike)
     joins, count = scheme.memory == 1, batch.numel()
     plan = Plan(*sizes, T, count, histories, scheme.mixes, joins, alike, total_only)
-    given = [_by_series(x, batch) for x in bank.over_time()]
+    known = {} if bank.known is None else bank.known.arrays
+    given = known.get(batch)
+    if given is None:
+        given = [_by_series(x, batch).double().contiguous() for x in bank.over_time()]
+        if not batch:
+            known[batch] = given
     shared = y.shape[:-2].numel() == 1
-    given.append((y if shared else y.expand(*batch, *y.shape[-2:])).reshape(-1, *y.shape[-2:]))
-    given += [x.reshape(count, *x.shape[len(batch) :]) for x in (weights, mean, covariance)]
-    return plan, [x.double().contiguous() for x in given], batch
+    values = (y if shared else y.expand(*batch, *y.shape[-2:])).reshape(-1, *y.shape[-2:])
+    start = [x.reshape(count, *x.shape[len(batch) :]) for x in (weights, mean, covariance)]
+    return plan, [*given, *(x.double().contiguous() for x in (values, *start))], batch
 
 
 @cache

@@ -103,7 +103,8 @@ def filter(
     bank = GaussianBank(model, y, u)
     belief, alike = bank.start()
     found = run(bank, scheme, belief, alike=alike, progress=progress)
-    return replace(found, labels=labels_of(observations))
+    labels = labels_of(observations)
+    return found if labels is None else replace(found, labels=labels)
 
 
 def run(

@@ -215,7 +215,7 @@ def fit(
             errors = _standard_errors(problem, fitted, order)
             said.append(_about(errors, best.code))
         found = Fit(
-            model.permute(was)._again({n: x.detach() for n, x in fitted.parameters.items()}),
+            model.permute(was).unchecked({n: x.detach() for n, x in fitted.parameters.items()}),
             was,
             best.value,
             errors,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from cumulant.core.chains import stationary_law
 from cumulant.core.checks import broadcast, holds, require
 from cumulant.core.errors import InputError
+from cumulant.core.lazy import Mode
 from cumulant.filtering import moments
 from cumulant.filtering.model_checks import real_numbers
 from cumulant.filtering.moments import Affine
@@ -93,6 +96,48 @@ def inputs_of(owner: str, model: Any, inputs: Any, steps: int, like: Tensor) -> 
     return u
 
 
+_Affine = tuple[OverTime, OverTime, OverTime]
+
+
+@dataclass
+class Known:
+    """What a model's constant parameters come to, for every filter of the same model.
+
+    Only numbers are kept: parameters without gradient, outside of transforms. It serves as long as
+    the tensors are the same ones, and nobody has written to them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[OverTime, dict[str, _Affine]] | None = None
+    starts: dict[torch.Size, tuple[Belief, bool]] = field(default_factory=lambda: {})
+    arrays: dict[torch.Size, list[Tensor]] = field(default_factory=lambda: {})
+
+
+_MODELS: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+
+
+def _known(model: Any, dtype: torch.dtype) -> Known | None:
+    """What is known of the model, perhaps nothing yet; None where nothing may be kept."""
+    tensors: tuple[Tensor, ...] = tuple(model.parameters.values())
+    if any(type(x) is not Tensor or x.requires_grad or x.is_inference() for x in tensors):
+        return None
+    if not Mode.now().plain or torch.compiler.is_compiling():
+        return None
+    versions = tuple(x._version for x in tensors)
+    found = _MODELS.get(model)
+    if (
+        found is None
+        or found.dtype != dtype
+        or found.versions != versions
+        or len(found.tensors) != len(tensors)
+        or any(a is not b for a, b in zip(found.tensors, tensors, strict=True))
+    ):
+        found = _MODELS[model] = Known(tensors, versions, dtype)
+    return found
+
+
 class GaussianBank:
     """One Kalman filter for each mode and history, on observations ``(*batch, T, p)``.
 
@@ -114,8 +159,15 @@ class GaussianBank:
                 "give parameters for all steps."
             )
 
-        self._log_transition = self._over_time("transition", 1).map(log_probability)
-        self._parts = {which: self._affine(which) for which in ("dynamics", "emission")}
+        known = None if inputs is not None or model.steps is not None else _known(model, self.dtype)
+        self.known: Known | None = known
+        if known is not None and known.parts is not None:
+            self._log_transition, self._parts = known.parts
+        else:
+            self._log_transition = self._over_time("transition", 1).map(log_probability)
+            self._parts = {which: self._affine(which) for which in ("dynamics", "emission")}
+            if known is not None:
+                known.parts = self._log_transition, self._parts
         self._noise_roots: dict[str, Tensor] = {}
 
     @cached_property
@@ -186,6 +238,15 @@ class GaussianBank:
 
     def start(self) -> tuple[Belief, bool]:
         """The belief at time 0, and whether all modes begin with the same message."""
+        key = self.observations.shape[:-2]
+        known = None if self.known is None else self.known.starts.get(key)
+        if known is None:
+            known = self._start()
+            if self.known is not None and not key:  # one series: of batches there may be many
+                self.known.starts[key] = known
+        return known
+
+    def _start(self) -> tuple[Belief, bool]:
         model, kind = self.model, self.dtype
         given = model.parameters
         initial = given.get("initial")
@@ -276,21 +337,33 @@ class GaussianBank:
         """
         if len(beliefs[0].message) > 2 or not self.model.state_size:
             return False
-        n = self.model.state_size
-        moves = torch.ones(n, n, dtype=torch.bool, device=self.observations.device)
+        last = moments.symmetric(beliefs[-1].message[1].detach())
+        if not regular(last, LEAST_SHARE):
+            return True
+        each = [b.message[1].detach().diagonal(dim1=-2, dim2=-1) for b in beliefs]
+        if len({x.shape for x in each}) == 1:  # mostly, all variances are of one size
+            over_time = torch.stack(each)
+            if holds(
+                over_time >= LEAST_SHARE * over_time.amax((0, -3, -2, -1))[..., None, None, None]
+            ):
+                return False
+        return self._falls(each)
+
+    def _falls(self, variances: Sequence[Tensor]) -> bool:
+        """Whether variances ``(*batch, G, M, n)`` fall too far below those they were made from."""
+        n, device = self.model.state_size, self.observations.device
+        moves = torch.ones(n, n, dtype=torch.bool, device=device)
         if not getattr(self.model, "functions", None):
             moves = (self._parts["dynamics"][0].whole.detach() != 0).flatten(0, -3).any(0)
-        largest = torch.zeros((), dtype=self.dtype, device=moves.device).expand(n)
-        lost = torch.zeros((), dtype=torch.bool, device=moves.device)
-        for belief in beliefs:
-            each = belief.message[1].detach().diagonal(dim1=-2, dim2=-1)
+        largest = torch.zeros(n, dtype=self.dtype, device=device)
+        lost = torch.zeros((), dtype=torch.bool, device=device)
+        for each in variances:
             own = each.amax((-3, -2))
             before = torch.where(moves, largest[..., None, :], 0.0).amax(-1)
             largest = torch.where(own > 0, torch.maximum(own, before), 0.0)
             least = torch.where(each == 0, torch.inf, each).amin((-3, -2))
             lost = lost | ~(least >= LEAST_SHARE * largest).all()
-        last = moments.symmetric(beliefs[-1].message[1].detach())
-        return holds(~lost) is False or not regular(last, LEAST_SHARE)
+        return holds(~lost) is False
 
     def plain(self, belief: Belief) -> Belief:
         """The belief without roots, if its covariances have all their digits without them."""

@@ -232,7 +232,8 @@ class SwitchingLinearGaussian:
         moved = {n: x.to(*args, **kwargs) for n, x in self.parameters.items()}
         if not moved["transition"].is_floating_point():
             raise InputError(f"to: a model is not made of {moved['transition'].dtype}.")
-        return self._again(moved)
+        same = all(x is self.parameters[n] for n, x in moved.items())
+        return self.unchecked(moved) if same else self._again(moved)
 
     def permute(self, order: Sequence[int]) -> Self:
         """The same model with its modes in another order."""
@@ -252,7 +253,7 @@ class SwitchingLinearGaussian:
             else:
                 tail = len(SHAPES[name])
                 out[name] = x.index_select(-tail - 1, at) if x.ndim > tail else x
-        return self._again(out)
+        return self.unchecked(out)
 
     def steps_of(self, name: str) -> Tensor | None:
         """A parameter as ``(M, ...)``, or ``(*batch, T, M, ...)`` if it has these dimensions."""

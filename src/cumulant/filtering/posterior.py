@@ -65,6 +65,8 @@ def uniform(beliefs: Sequence[Belief]) -> bool:
 def over_time(beliefs: Sequence[Belief], function: Callable[[Belief], Tensor]) -> Tensor:
     """A function of each belief, ``(*batch, T, ...)``."""
     pieces = [function(b) for b in stacked(beliefs)]
+    if len(pieces) == 1:
+        return pieces[0]
     return torch.cat(pieces, beliefs[0].log_weights.ndim - 2)
 
 
@@ -73,6 +75,16 @@ def joined(first: Sequence[Belief], second: Sequence[Belief]) -> Sequence[Belief
     if isinstance(first, Beliefs) and isinstance(second, Beliefs):
         return first + second
     return (*first, *second)
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+
+
+def _symmetric_once(beliefs: Sequence[Belief], covariance: Tensor) -> Tensor:
+    """Symmetric in every bit, as those of the compiled recursion are already."""
+    done = isinstance(beliefs, Beliefs) and beliefs[0].log_weights.shape[-2] == 1
+    return covariance if done else moments.symmetric(covariance)
 
 
 def whole(belief: Belief) -> tuple[Tensor, Tensor]:
@@ -196,7 +208,7 @@ class Filtered(Lazy):
 
     @kept
     def step_log_likelihood(self) -> Tensor:
-        return self._given(torch.cat(self.step_totals, -1))
+        return self._given(_joined(self.step_totals, -1))
 
     @kept
     def mode_probabilities(self) -> Tensor:
@@ -204,7 +216,7 @@ class Filtered(Lazy):
 
     @kept
     def predicted_mode_probabilities(self) -> Tensor:
-        return self._given(torch.cat(self.log_predicted, -2).exp())
+        return self._given(_joined(self.log_predicted, -2).exp())
 
     @kept
     def mode_means(self) -> Tensor:
@@ -214,12 +226,13 @@ class Filtered(Lazy):
 
     @kept
     def mode_covariances(self) -> Tensor:
-        return moments.symmetric(
+        return _symmetric_once(
+            self.moments,
             self._each(
                 lambda b: _only(
                     b.message[1], -4, lambda _: moments.collapse(*_given(b))[1].squeeze(-4)
                 )
-            )
+            ),
         )
 
     @kept

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, overload
 
 import torch
@@ -78,15 +79,22 @@ class Beliefs(Sequence[Belief]):
 
     Args:
         pieces: log-weights ``(*batch, steps, G, M)`` and messages alike; beliefs of one piece have
-            as many histories.
+            as many histories. Or a function that returns them, called when they are needed.
         moments: where the compiled recursion made them, computes moments over all histories.
     """
 
     def __init__(
-        self, pieces: Sequence[Belief], moments: Callable[[], dict[str, Tensor]] | None = None
+        self,
+        pieces: Sequence[Belief] | Callable[[], Sequence[Belief]],
+        moments: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.pieces = tuple(p for p in pieces if p.log_weights.shape[-3])
+        self._given = pieces
         self.moments = moments
+
+    @cached_property
+    def pieces(self) -> tuple[Belief, ...]:
+        given = self._given() if callable(self._given) else self._given
+        return tuple(p for p in given if p.log_weights.shape[-3])
 
     def __len__(self) -> int:
         return sum(p.log_weights.shape[-3] for p in self.pieces)
