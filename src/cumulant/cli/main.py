@@ -19,6 +19,7 @@ from cumulant.core.files import printable
 COMMANDS = {
     "report": ("report", "report", "Write one self-contained page with every result."),
     "claims": ("claims", "claims", "Test every claim of the paper and its drafts."),
+    "study": ("study", "study", "Answer a question by training variants, with a verdict."),
     "lens": ("lens", "lens", "Show what attention does in a model, token by token."),
     "serve": ("serve", "serve", "Show what attention does with your own text, in the browser."),
     "filter": ("filter", "filter_series", "Find the regimes and the hidden states of a series."),

@@ -1,0 +1,133 @@
+"""Curves of a study: means over seeds with their range, and what the search saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cumulant.figures import COLORS, INK, MUTED, new_figure, style, write
+from cumulant.lab.studies.judging import interval
+from cumulant.lab.studies.results import Results
+from cumulant.lab.studies.running import Run
+
+__all__ = ["draw"]
+
+
+class _Panel(NamedTuple):
+    x: str
+    y: str
+    label: str
+    log_x: bool = False
+    log_y: bool = False
+
+
+_PANELS = {
+    "language": (_Panel("step", "bits", "bits per character"),),
+    "contrast": (
+        _Panel("step", "norm", "norm of the embeddings", log_y=True),
+        _Panel("step", "error", "error of the probe"),
+    ),
+    "recall": (_Panel("dimension", "capacity", "patterns recalled", True, True),),
+    "features": (_Panel("features", "error", "error of the output", True, True),),
+}
+_LINK = (
+    _Panel("step", "symmetry", "symmetry, whitened"),
+    _Panel("step", "null", "symmetry of mismatched heads"),
+)
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+
+
+def draw(results: Results, path: Path) -> Path:
+    """The figure of a study, written to a file."""
+    study = results.study
+    panels = list(_PANELS[study.task])
+    panels += list(_LINK) if study.settings.get("link") else []
+    search = len(study.tuning.rates) > 2 and study.tuning.steps > 0
+    last = study.task in ("language", "contrast") and not study.settings.get("link")
+    count = len(panels) + search + last
+    with style():
+        figure = new_figure(3.6 * count + 0.6, 3.6)
+        axes = figure.subplots(1, count, squeeze=False)[0]
+        for panel, place in zip(panels, axes, strict=False):
+            _curves(place, results, panel)
+        rest = list(axes[len(panels) :])
+        if last:
+            _final(rest.pop(0), results, panels[-1])
+        if search:
+            _search(rest.pop(0), results, panels[-1].label)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        return write(figure, path)
+
+
+def _look(k: int) -> dict[str, Any]:
+    return {"color": COLORS[k % len(COLORS)], "linestyle": _DASHES[k // len(COLORS) % 3]}
+
+
+def _runs(results: Results, variant: str, stage: str) -> list[Run]:
+    return [x for x in results.runs if x.job.variant == variant and x.job.stage == stage]
+
+
+def _curves(axes: Any, results: Results, panel: _Panel) -> None:
+    """The mean over seeds, and the range between them."""
+    for k, variant in enumerate(results.study.variants):
+        paths = [[(p[panel.x], p[panel.y]) for p in run.curve if panel.y in p]
+                 for run in _runs(results, variant, "final")]  # fmt: skip
+        length = min((len(p) for p in paths), default=0)
+        if not length:
+            continue
+        x = [p[0] for p in paths[0][:length]]
+        y = np.array([[p[1] for p in path[:length]] for path in paths])
+        axes.plot(x, y.mean(0), label=variant, marker="o", markersize=2.5, **_look(k))
+        axes.fill_between(x, y.min(0), y.max(0), color=COLORS[k % len(COLORS)], alpha=0.15, lw=0)
+    axes.set(xlabel=panel.x, ylabel=panel.label)
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+    if panel.log_y:
+        axes.set_yscale("log")
+
+
+def _final(axes: Any, results: Results, panel: _Panel) -> None:
+    """The result of every variant with its 95 % interval over seeds."""
+    names = list(results.study.variants)
+    for k, variant in enumerate(names):
+        values = [x.numbers[panel.y] for x in _runs(results, variant, "final")]
+        found = interval(values)
+        half = found.half if math.isfinite(found.half) else 0.0
+        color = COLORS[k % len(COLORS)]
+        axes.errorbar([found.mean], [k], xerr=[half], fmt="o", color=color, capsize=3, markersize=4)
+    axes.set_yticks(range(len(names)), names, color=INK)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{panel.label}, test")
+
+
+def _search(axes: Any, results: Results, label: str) -> None:
+    """What the search saw: the best over temperatures at each rate; crosses are divergences."""
+    from cumulant.lab.studies.tasks import objective_of
+
+    objective = objective_of(results.study.task)
+    for k, variant in enumerate(results.study.variants):
+        found = _runs(results, variant, "tuning")
+        rates = sorted({x.job.rate for x in found})
+        y = [_best(found, rate, objective) for rate in rates]
+        axes.plot(rates, y, **_look(k))
+        lost = {x.job.rate for x in found if x.diverged is not None}
+        points = [(r, v) for r, v in zip(rates, y, strict=True) if r in lost]
+        if points:
+            axes.plot(*zip(*points, strict=True), "x", color=COLORS[k % len(COLORS)])
+    axes.set(xlabel="learning rate", ylabel=f"{label}, search", xscale="log")
+    axes.text(0.98, 0.97, "×: some run diverged", transform=axes.transAxes, ha="right", va="top",
+              color=MUTED, fontsize=8)  # fmt: skip
+
+
+def _best(runs: Sequence[Run], rate: float, objective: str) -> float:
+    scores: dict[float, list[float]] = {}
+    for run in runs:
+        if run.job.rate == rate:
+            score = run.numbers.get("validation", run.numbers[objective])
+            scores.setdefault(run.job.beta, []).append(score)
+    return min(float(np.mean(x)) for x in scores.values())
