@@ -197,7 +197,7 @@ def _begin(told: Any, parent: int) -> None:
     _queue = told
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _stopping.set())
+        signal.signal(number, _stop)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -205,6 +205,10 @@ def _begin(told: Any, parent: int) -> None:
         os._exit(1)  # journals survive that
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _stop(number: int, frame: Any) -> None:
+    _stopping.set()
 
 
 def _work(job: Job, folder: Path) -> Run:

@@ -8,10 +8,10 @@ share of test pictures that a linear probe of the encoder gets wrong; `loss`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.nn.functional import affine_grid, grid_sample, one_hot
 
 from cumulant.contrastive import info_nce
 from cumulant.core.errors import InputError
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functions, linalg
 from cumulant.lab.studies.training import Training, drawn, made
 
 __all__ = ["Contrast"]
@@ -44,7 +44,7 @@ class Contrast:
         self.settings, self.seed, self.temperature = s, seed, 1 / beta
         self.pictures, self.labels = _digits()
         width = int(s["width"])
-        self.model = made(seed, lambda: _network(width))
+        self.model = cast(nn.Sequential, made(seed, lambda: _network(width)))
         self.steps, self.every = int(s["steps"]), int(s["every"])
         self.training = Training(
             self.model, rate=rate, steps=self.steps, clip=s["clip"], decay=s["decay"]
@@ -103,8 +103,8 @@ class Contrast:
     @torch.no_grad()
     def _probe(self, part: str) -> float:
         """Error of ridge regression from what the encoder says to the digits."""
-        encoder: Any = self.model[0]  # pyright: ignore[reportIndexIssue]
-        x: Tensor = encoder(self.pictures).double()
+        encoder = cast(Callable[[Tensor], Tensor], self.model[0])
+        x = encoder(self.pictures).double()
         x = (x - x[:1000].mean(0)) / x[:1000].std(0).clamp_min(1e-6)
         known, targets = x[:1000], one_hot(self.labels[:1000], 10).double() - 0.1
         inverse = known.mT @ known + 10.0 * torch.eye(x.shape[-1], dtype=x.dtype)
@@ -150,5 +150,5 @@ def _digits() -> tuple[Tensor, Tensor]:
         raise InputError("the digits need scikit-learn: pip install scikit-learn.") from None
     found = datasets.load_digits()
     order = torch.randperm(len(found.target), generator=drawn(7, 0))
-    pictures = torch.from_numpy(found.images).float()[order, None] / 8 - 1
-    return pictures, torch.from_numpy(found.target).long()[order]
+    pictures = functions.from_numpy(found.images).float()[order, None] / 8 - 1
+    return pictures, functions.from_numpy(found.target).long()[order]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from cumulant.lab.claims.claim import OPEN, Measured, Rule, Verdict, verdict
 from cumulant.lab.studies.running import Run
@@ -47,7 +47,12 @@ def interval(values: Sequence[float]) -> Interval:
     if len(x) < 2:
         return Interval(float(x.mean()) if len(x) else math.nan, math.inf, len(x))
     spread = float(x.std(ddof=1)) / math.sqrt(len(x))
-    return Interval(float(x.mean()), float(stats.t.ppf(0.975, len(x) - 1)) * spread, len(x))
+    quantile = float(_stats().t.ppf(0.975, len(x) - 1))
+    return Interval(float(x.mean()), quantile * spread, len(x))
+
+
+def _stats() -> Any:
+    return import_module("scipy.stats")
 
 
 def best(study: Study, runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
@@ -168,7 +173,7 @@ def _correlation(study: Study, found: Quantities, rule: Judged) -> Interval:
     values: list[float] = []
     for seed in seeds:
         mine = [first[n].get(seed, math.nan) for n in names]
-        rank: Any = stats.spearmanr(mine, other)
+        rank: Any = _stats().spearmanr(mine, other)
         values.append(0.0 if math.isnan(rank.statistic) else float(rank.statistic))
     return interval(values)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cumulant.core.errors import InputError
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functions, linalg, special
 from cumulant.lab.studies.training import Training, drawn, made
 from cumulant.nn import Attention, Transformer
 
@@ -127,7 +127,7 @@ class Language:
     def _bits(self, part: str, windows: int) -> float:
         """On the same windows for every run."""
         inputs, targets = self._batch(drawn(7, 0), part, windows)
-        pieces = zip(inputs.split(32), targets.split(32), strict=True)
+        pieces = zip(torch.split(inputs, 32), torch.split(targets, 32), strict=True)
         losses = [float(self._loss(x, y)) * int((y >= 0).sum()) for x, y in pieces]
         return sum(losses) / int((targets >= 0).sum()) / math.log(2)
 
@@ -142,7 +142,7 @@ class Language:
             )
             total = weights.sum(-1, keepdim=True)
             p = (weights / torch.where(total == 0, 1.0, total))[..., 8:, :]
-            entropy = -torch.special.xlogy(p, p).sum(-1)
+            entropy = special.entr(p).sum(-1)
             scores = (q * attention.beta) @ k.mT / math.sqrt(q.shape[-1])
             if attention.kernel.cosine:
                 q, k = (y / linalg.vector_norm(y, dim=-1, keepdim=True) for y in (q, k))
@@ -197,7 +197,7 @@ def _link(layers: list[tuple[Attention, Tensor]]) -> dict[str, float]:
         value, vector = linalg.eigh(rows.mT @ rows / len(rows))
         root = (vector * value.clamp_min(0).sqrt()) @ vector.mT
         query, key = (
-            cast(nn.Linear, y).weight.double().unflatten(0, (attention.heads, -1))
+            torch.unflatten(cast(nn.Linear, y).weight.double(), 0, (attention.heads, -1))
             for y in (attention.query, attention.key)
         )
         for i in range(attention.heads):
@@ -221,7 +221,7 @@ def _encoded(name: str) -> tuple[Tensor, int]:
     """The text as numbers of its characters, and how many characters there are."""
     points = np.frombuffer(_text(name).encode("utf-32-le"), dtype=np.uint32)
     symbols, numbers = np.unique(points, return_inverse=True)
-    return torch.from_numpy(numbers.astype(np.uint8)), len(symbols)
+    return functions.from_numpy(numbers.astype(np.uint8)), len(symbols)
 
 
 def _text(name: str) -> str:

@@ -6,9 +6,9 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import printable
@@ -18,7 +18,7 @@ from cumulant.lab.studies.tasks import TASKS, settings_of
 __all__ = ["known", "read", "selected"]
 
 FOLDER = Path(__file__).parent / "files"
-_TOP = {
+_TOP: dict[str, type | tuple[type, ...]] = {
     "title": str,
     "question": str,
     "task": str,
@@ -83,8 +83,7 @@ def _replaced(study: Study, variants: Mapping[str, Mapping[str, Any]]) -> Study:
     def there(rule: Judged) -> bool:
         return {rule.variant, *rule.below, *rule.above} - {""} <= set(variants)
 
-    given = {f.name: getattr(study, f.name) for f in fields(study)}
-    return Study(**given | {"variants": variants, "rules": tuple(filter(there, study.rules))})
+    return replace(study, variants=variants, rules=tuple(filter(there, study.rules)))
 
 
 class _Reader:
@@ -143,8 +142,7 @@ class _Reader:
     ) -> dict[str, Any]:
         self._keys(given, defaults, table)
         for name, x in given.items():
-            kind = type(defaults[name])
-            self._kind(x, (int, float) if kind is float else kind, table, name)
+            self._kind(x, _kind_of(defaults[name]), table, name)
         return given
 
     def _tuning(self, given: dict[str, Any], table: str) -> dict[str, Any]:
@@ -158,7 +156,7 @@ class _Reader:
         for name in ("name", "says", "quantity"):
             if name not in given:
                 self._wrong("rules", "name", f"a rule lacks the key {name!r}")
-        listed = {n: tuple(cast(list[str], given[n])) for n in ("below", "above") if n in given}
+        listed: dict[str, Any] = {n: tuple(given[n]) for n in ("below", "above") if n in given}
         rule = Judged(**{**given, **listed})
         for name in {rule.variant, *rule.below, *rule.above} - {""}:
             if name not in variants:
@@ -181,7 +179,7 @@ class _Reader:
                 hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
                 self._wrong(table, name, f"unknown key {name!r}; {hint}")
 
-    def _kind(self, x: Any, kind: Any, table: str, name: str) -> None:
+    def _kind(self, x: Any, kind: type | tuple[type, ...], table: str, name: str) -> None:
         if not isinstance(x, kind) or (isinstance(x, bool) and kind is not bool):
             names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
             wanted, got = " or ".join(names), type(x).__name__
@@ -203,3 +201,8 @@ class _Reader:
             if not anywhere and re.search(rf"\b{re.escape(name)}\b", line):
                 anywhere = number
         return anywhere or 1
+
+
+def _kind_of(default: object) -> type | tuple[type, ...]:
+    """What may stand where this stands."""
+    return (int, float) if isinstance(default, float) else type(default)

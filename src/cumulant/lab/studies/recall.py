@@ -67,12 +67,12 @@ class Recall:
         if len(points) < 3:
             return {"capacity": self.found[-1][1], "points": len(points), **told}
         d, log_n = np.array([p[0] for p in points]), np.log([p[1] for p in points])
-        fits = {"exponent": np.log(d), "growth_rate": d}
+        fits: dict[str, Any] = {"exponent": np.log(d), "growth_rate": d}
         numbers: dict[str, float] = {"capacity": points[-1][1], "points": len(points), **told}
         for name, x in fits.items():
-            slope, start = np.polyfit(x, log_n, 1)
-            error = float(np.sqrt(np.mean((log_n - start - slope * x) ** 2)))
-            numbers |= {name: float(slope), f"{name}_error": error}
+            fit: Any = np.polyfit(x, log_n, 1)
+            error: Any = np.sqrt(np.mean((log_n - np.polyval(fit, x)) ** 2))
+            numbers |= {name: float(fit[0]), f"{name}_error": float(error)}
         numbers["exponential_better"] = numbers["exponent_error"] - numbers["growth_rate_error"]
         return numbers
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant.core.typed import functions, linalg, random
+from cumulant.core.typed import backward, functions, linalg, random, take_step
 
 __all__ = ["Training", "drawn", "made"]
 
@@ -53,10 +53,10 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate * min((n + 1) / warm, cosine)
         self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        backward(loss)
         if self.clip:
             nn.utils.clip_grad_norm_(self._trained, self.clip)
-        self._optimizer.step()
+        take_step(self._optimizer)
 
     def gradients(self, groups: Mapping[str, str]) -> dict[str, float]:
         """Norm of the last gradient over the parameters whose names contain a word."""
