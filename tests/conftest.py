@@ -58,6 +58,7 @@ TIERS = {
         "measures/test_edges.py::test_mixtures_know_their_hull",
         "measures/test_families.py",
         "nn/test_transformer.py::test_compiles",
+        "lab/studies/",
     ),
 }
 

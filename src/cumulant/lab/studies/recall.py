@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cumulant.lab.studies.training import drawn
 from cumulant.nn import similarity
@@ -66,13 +67,12 @@ class Recall:
         points = [(d, n) for d, n in self.found if 3 <= n < self.settings["most"]]
         if len(points) < 3:
             return {"capacity": self.found[-1][1], "points": len(points), **told}
-        d, log_n = np.array([p[0] for p in points]), np.log([p[1] for p in points])
-        fits: dict[str, Any] = {"exponent": np.log(d), "growth_rate": d}
+        log_n = np.log([n for _, n in points])
         numbers: dict[str, float] = {"capacity": points[-1][1], "points": len(points), **told}
-        for name, x in fits.items():
-            fit: Any = np.polyfit(x, log_n, 1)
-            error: Any = np.sqrt(np.mean((log_n - np.polyval(fit, x)) ** 2))
-            numbers |= {name: float(fit[0]), f"{name}_error": float(error)}
+        dims = [d for d, _ in points]
+        for name, x in {"exponent": np.log(dims), "growth_rate": np.array(dims)}.items():
+            slope, error = _line(x, log_n)
+            numbers |= {name: slope, f"{name}_error": error}
         numbers["exponential_better"] = numbers["exponent_error"] - numbers["growth_rate_error"]
         return numbers
 
@@ -105,3 +105,10 @@ class Recall:
         queries = torch.where(flipped, -patterns[:, :asked], patterns[:, :asked])
         recalled = self.kernel(queries, patterns, patterns, beta=beta)
         return float((recalled * patterns[:, :asked] > 0).float().mean())
+
+
+def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Slope of the least squares line, and the root mean square of what it leaves."""
+    a, b = x - x.mean(), y - y.mean()
+    slope = float(a @ b / (a @ a))
+    return slope, math.sqrt(float(((b - slope * a) ** 2).mean()))

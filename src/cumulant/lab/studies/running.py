@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cumulant.core.errors import InputError
-from cumulant.core.files import printable
+from cumulant.core.files import make_folder, printable
 from cumulant.core.journal import Journal
 from cumulant.lab.studies.study import Job
 from cumulant.lab.studies.tasks import Work, start
@@ -105,7 +105,7 @@ def run(
     Raises:
         Stopped: it was asked to.
     """
-    journal = _journal(job, folder)
+    journal = _journal(job, make_folder(folder))
     last: dict[str, Any] | None = journal.last
     if last and last["result"]:
         return _from(job, last["result"])

@@ -1,0 +1,290 @@
+"""Runs of studies: reproducible, resumable bit for bit, and sound when they diverge."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+import cumulant as cm
+from command import cumulant
+from cumulant.core.journal import Journal
+from cumulant.lab.studies import judging, language, running
+from cumulant.lab.studies.conducting import conduct
+from cumulant.lab.studies.features import Features
+from cumulant.lab.studies.judging import interval, judge, quantities
+from cumulant.lab.studies.reading import read
+from cumulant.lab.studies.recall import Recall
+from cumulant.lab.studies.results import Results, load, markdown, save
+from cumulant.lab.studies.running import Run, Stopped, run
+from cumulant.lab.studies.study import Job, Judged
+from cumulant.lab.studies.tasks import settings_of
+
+SMALL = {"steps": 24, "every": 8, "batch": 4, "windows": 4, "width": 16, "heads": 2, "context": 16}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    words = np.random.default_rng(0).integers(0, 20, 4000)
+    path.write_text(" ".join(f"word{k} and" for k in words))
+    return str(path)
+
+
+@pytest.fixture
+def study(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    sizes = "\n".join(f"{name} = {x}" for name, x in SMALL.items())
+    path.write_text(
+        f'title = "Mine"\nquestion = "Which?"\ntask = "language"\nminutes = 5\nseeds = [0, 1]\n'
+        f'[settings]\ntext = "{text}"\n{sizes}\n'
+        "[tuning]\nrates = [0.01, 0.03, 100.0]\nsteps = 8\n"
+        '[variants]\nexp = {}\nuniform = { kernel = "uniform" }\n'
+        '[[rules]]\nname = "ahead"\nsays = "exp is ahead"\nquantity = "bits"\nvariant = "exp"\n'
+        'below = ["uniform"]\n'
+    )
+    return read(path)
+
+
+def job(text, seed=0, **changed):
+    settings = {**settings_of("language"), **SMALL, "text": text, **changed}
+    return Job("language", "exp", "final", seed, 0.01, 1.0, settings)
+
+
+def same(a: Run, b: Run) -> bool:
+    return (a.numbers, a.curve, a.diverged) == (b.numbers, b.curve, b.diverged)
+
+
+def test_a_seed_reproduces_and_another_differs(tmp_path, text):
+    first = run(job(text), tmp_path / "a")
+    assert same(first, run(job(text), tmp_path / "b"))
+    assert not same(first, run(job(text, seed=1), tmp_path / "c"))
+
+
+@pytest.mark.parametrize("after", [1, 9, 23])
+def test_a_stopped_run_ends_bit_identical(tmp_path, text, after):
+    whole = run(job(text, link=True, expansion=True), tmp_path / "whole")
+    steps = iter(range(1, 100))
+    with pytest.raises(Stopped):
+        run(
+            job(text, link=True, expansion=True),
+            tmp_path / "halves",
+            stop=lambda: next(steps) == after,
+        )
+    made: list[int] = []
+    resumed = run(job(text, link=True, expansion=True), tmp_path / "halves", tell=made.append)
+    assert made[0] == after  # it continued, and did not start again
+    assert same(whole, resumed)
+
+
+def test_other_settings_are_refused(tmp_path, text):
+    run(job(text), tmp_path)
+    with pytest.raises(cm.InputError, match="other settings"):
+        run(job(text, layers=1), tmp_path)
+
+
+def test_a_kill_loses_next_to_nothing(tmp_path, study):
+    """A process killed outright; what it did is resumed, and the end is that of one run."""
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "cumulant", "study", str(tmp_path / "mine.toml")]
+    process = subprocess.Popen(
+        [*command, "-o", str(folder), "--processes", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(list((folder / "runs").glob("*.journal"))) >= 3:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    resumed = conduct(study, folder / "runs")
+    whole = conduct(study, tmp_path / "whole")
+    assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))
+
+
+def test_divergence_is_a_result(tmp_path, text):
+    wild = replace(job(text, clip=0.0), rate=1e6)
+    found = run(wild, tmp_path)
+    assert found.diverged is not None
+    symbols = language._encoded(text)[1]
+    assert found.numbers == {"bits": math.log2(symbols)}
+
+
+def test_a_spike_is_not_a_divergence(tmp_path, text, monkeypatch):
+    original = language.Language.step
+    monkeypatch.setattr(
+        language.Language, "step", lambda self, n: 1e9 if n == 3 else original(self, n)
+    )
+    assert run(job(text), tmp_path / "spike").diverged is None
+    monkeypatch.setattr(language.Language, "step", lambda self, n: math.nan)
+    assert run(job(text), tmp_path / "nan").diverged == 1
+
+
+def test_a_study_on_several_processes_is_that_of_one(tmp_path, study):
+    alone = conduct(study, tmp_path / "one")
+    several = conduct(study, tmp_path / "two", processes=2)
+    assert all(same(a, b) for a, b in zip(alone, several, strict=True))
+    rates = {x.job.rate for x in alone if x.job.stage == "final"}
+    assert 100.0 not in rates  # the search saw that it diverges
+
+
+def test_files_say_the_same(tmp_path, study):
+    runs = conduct(study, tmp_path / "runs")
+    results = Results(study, runs, {"command": "cumulant study mine.toml"})
+    written = save(results, tmp_path)
+    assert {p.name for p in written} == {
+        *("results.json", "results.md", "curves.parquet", "curves.png", "tensorboard")
+    }
+    again = load(tmp_path / "results.json", study)
+    assert markdown(again) == (tmp_path / "results.md").read_text()
+    curves = pd.read_parquet(tmp_path / "curves.parquet")
+    bits = curves[(curves.quantity == "bits") & (curves.stage == "final") & (curves.step == 24)]
+    assert len(bits) == 4
+    assert json.loads((tmp_path / "results.json").read_text())["verdict"]
+
+
+def test_intervals_are_students():
+    x = [0.3, -0.1, 0.7, 0.4]
+    found, truth = interval(x), stats.ttest_1samp(x, 0.0).confidence_interval(0.95)
+    assert found.low == pytest.approx(truth.low)
+    assert found.high == pytest.approx(truth.high)
+    assert interval([1.0]).half == math.inf
+
+
+def made(study, values):
+    """Final runs with these bits by variant and seed."""
+    return [
+        Run(Job("language", variant, "final", seed, 0.01, 1.0, {}), {"bits": x})
+        for variant, row in values.items()
+        for seed, x in enumerate(row)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exp", "outcome"),
+    [([1.0, 1.1, 1.2], "passed"), ([3.0, 3.1, 3.2], "failed"), ([1.0, 3.0, 2.0], "undecided")],
+)
+def test_a_rule_passes_fails_or_waits(study, exp, outcome):
+    runs = made(study, {"exp": exp, "uniform": [2.0, 2.11, 2.21]})
+    judged = judge(study, quantities(study, runs), study.rules[0])
+    assert judged.measured.outcome == outcome
+    difference = np.array([2.0, 2.11, 2.21]) - exp
+    truth = stats.ttest_1samp(difference, 0.0).confidence_interval(0.95)
+    assert judged.interval.low == pytest.approx(truth.low)
+
+
+def test_bounds_ranks_and_single_seeds(study):
+    found = {"bits": {"exp": {0: 1.0, 1: 1.1, 2: 1.2}}}
+    low = Judged("a", "s", "bits", "exp", at_least=0.5)
+    high = Judged("b", "s", "bits", "exp", at_most=0.5)
+    assert judge(study, found, low).measured.outcome == "passed"
+    assert judge(study, found, high).measured.outcome == "failed"
+    alone = {"bits": {"exp": {0: 1.0}}}
+    assert judge(study, alone, low).measured.outcome == "undecided"
+    three = replace(study, variants={"a": {}, "b": {}, "c": {}})
+    ranked = {
+        "bits": {"a": {0: 1.0, 1: 1.0}, "b": {0: 2.0, 1: 2.0}, "c": {0: 3.0, 1: 3.0}},
+        "effective": {"a": {0: 9.0}, "b": {0: 5.0}, "c": {0: 4.0}},
+    }
+    rule = Judged("r", "s", "bits", ranks="effective", at_most=-0.5)
+    assert judge(three, ranked, rule).interval.mean == pytest.approx(-1.0)
+
+
+def test_the_largest_stable_rate(study):
+    def searched(rate, diverged):
+        where = Job("language", "exp", "tuning", 100, rate, 1.0, {})
+        return Run(where, {"bits": 1.0}, [], diverged)
+
+    runs = [searched(0.01, None), searched(0.03, 5), searched(100.0, None)]
+    found = judging.quantities(study, runs)
+    assert found["max_rate"]["exp"][100] == pytest.approx(-2.0)
+    assert found["diverged"]["exp"][100] == pytest.approx(1 / 3)
+
+
+def test_symmetry_of_matrices_that_are_known():
+    S = torch.randn(5, 5)
+    assert language._symmetry(S + S.mT) == pytest.approx(1.0)
+    assert language._symmetry(S - S.mT) == pytest.approx(-1.0)
+
+
+def test_statistics_are_those_of_attend(text):
+    work = language.Language(job(text).settings, seed=0, rate=0.01, beta=2.0)
+    told = work._attention()
+    entropies = []
+    with torch.no_grad():
+        for attention, x in work._inputs():
+            q, k, _ = attention.projected(x)
+            entropies.append(cm.attend(q * 2.0, k, is_causal=True).entropy[..., 8:].mean())
+    assert told["entropy"] == pytest.approx(float(sum(entropies) / len(entropies)), rel=1e-4)
+
+
+def test_recall_of_a_kernel_that_is_known():
+    """Exponential attention at zero temperature is the nearest pattern; uniform recalls none."""
+    settings = {**settings_of("recall"), "dims": [16], "most": 64, "queries": 64}
+    sharp = Recall({**settings, "betas": [50.0]}, seed=0, rate=0.0, beta=1.0)
+    flat = Recall({**settings, "kernel": "uniform"}, seed=0, rate=0.0, beta=1.0)
+    assert sharp._right(16, 8, 50.0) > 0.98
+    assert flat._right(16, 32, 1.0) < 0.65
+    sharp.step(0), flat.step(0)
+    assert sharp.found[0][1] > 3 * flat.found[0][1]
+
+
+def test_random_features_have_the_variance_that_is_known():
+    settings = {**settings_of("features"), "counts": [256], "repeats": 64, "product": 0.5}
+    work = Features(settings, seed=0, rate=0.0, beta=1.0)
+    work.step(0)
+    found = work.measure()
+    assert found["kernel"] == pytest.approx(found["predicted"], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["why-exponential", "dot-or-cosine", "random-features"])
+def test_quick_studies_run(name, tmp_path):
+    done = cumulant("study", name, "--quick", "--processes", 1, "--json", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["quick"] is True
+    assert len(content["table"]) == len(read(name).variants)
+    assert "it shows the machinery and decides nothing" in (tmp_path / "out/results.md").read_text()
+
+
+def test_the_command_lists_and_refuses(tmp_path):
+    listed = cumulant("study", "--list", "--json")
+    assert "why-exponential" in [x["name"] for x in json.loads(listed.stdout)]
+    assert "recall-capacity" in cumulant("study", "--list").stdout
+    for arguments, says in [
+        (["why-exponential", "--only", "softmax"], "the variants are exp, cosine"),
+        (["recall-capacity", "--text", "x.txt"], "reads no text"),
+        (
+            ["why-exponential", "--quick", "--text", str(tmp_path / "no.txt")],
+            "cannot read the text",
+        ),
+        ([], "cumulant study --list"),
+        (["why-exponential", "--minutes", "-1"], "must be positive"),
+    ]:
+        done = cumulant("study", *arguments)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_damaged_journal_starts_again(tmp_path, text):
+    made = run(job(text), tmp_path)
+    path = tmp_path / f"{made.id}.journal"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert len(Journal(path, job(text).as_dict())) == 0
+    assert same(made, run(job(text), tmp_path))
+    assert running.finished(job(text), tmp_path) is not None
