@@ -27,6 +27,7 @@ TIERS = {
     "slow": (
         "test_peak_memory.py",
         "test_documents.py",
+        "test_notebooks.py",
         "test_package.py",
         "test_cli.py",
         "core/test_core_files.py",

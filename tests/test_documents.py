@@ -50,7 +50,7 @@ def test_readme_table_is_what_was_measured():
         *("lens", "monitoring", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
-        *("scaling", "distributed", "recipes", "linear-cross-entropy"),
+        *("scaling", "distributed", "recipes", "linear-cross-entropy", "notebooks"),
     ],
 )
 def test_guides_run_in_order(page, capsys):

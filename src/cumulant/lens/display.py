@@ -36,7 +36,11 @@ def as_html(found: Examination) -> str:
         maps = [_map(heads, name, kind, HUES[0]) for name in MAPS]
         parts.append(columns(*(x for x in maps if x is not None)))
     if heads is not None and len(heads):
-        parts.append(note("Maps: layers down, heads across, counted from 0; darker is larger."))
+        parts.append(
+            note(
+                "Maps: layers down, heads across, counted from 0; the stronger the color, the larger."
+            )
+        )
     parts += [note(x) for x in found.notes[:SENTENCES]]
     tables = ", ".join(f".{n}()" for n in ("table", "heads", "layers"))
     parts.append(note(f"All numbers: {tables}; .report(path) writes the interactive page."))
