@@ -133,6 +133,7 @@ def test_examination_maps_every_head():
     maps = [x for x in root.iter("svg") if x.attrib["aria-label"].startswith("map of entropy")]
     cells = sum(p.attrib["d"].count("M") for p in maps[0].iter("path"))
     assert cells == 3 * 5
+    repr(examination()).encode("utf-8")  # a kernel sends it
     empty = replace(examination(), tables={}, notes=[])
     assert "Examination" in words(checked(empty._repr_html_()))
 

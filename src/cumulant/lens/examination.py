@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from cumulant.core.describing import described
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
 from cumulant.lens.columns import COLUMNS, TABLES
@@ -54,7 +55,8 @@ class Examination:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
-        return f"Examination({self.facts.get('name', 'model')}; {sizes})"
+        name = described(str(self.facts.get("name", "model")))[1:-1]
+        return f"Examination({name}; {sizes})"
 
     def _repr_html_(self) -> str:
         from cumulant.lens.display import as_html
