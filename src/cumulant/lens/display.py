@@ -37,9 +37,7 @@ def as_html(found: Examination) -> str:
         parts.append(columns(*(x for x in maps if x is not None)))
     if heads is not None and len(heads):
         parts.append(
-            note(
-                "Maps: layers down, heads across, counted from 0; the stronger the color, the larger."
-            )
+            note("Maps: layers down, heads across, counted from 0; stronger color, larger value.")
         )
     parts += [note(x) for x in found.notes[:SENTENCES]]
     tables = ", ".join(f".{n}()" for n in ("table", "heads", "layers"))
