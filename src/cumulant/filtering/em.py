@@ -23,6 +23,7 @@ from cumulant.filtering.backward import Pair, backward
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import COVARIANCES, SHAPES, SwitchingLinearGaussian
+from cumulant.filtering.model_checks import proper_start
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import step_of, whole
 from cumulant.filtering.recursion import Belief, Scheme
@@ -89,6 +90,7 @@ def supported(model: SwitchingLinearGaussian, free: Mapping[str, Tensor]) -> Non
     """Raise where EM has no closed-form step."""
     if getattr(model, "functions", None):
         raise InputError("fit: EM is for linear models; method='lbfgs' fits nonlinear ones.")
+    proper_start("fit: EM", model)
     for name, mask in free.items():
         _check_one(model, name, mask)
     both = ("initial_mean", "initial_covariance")

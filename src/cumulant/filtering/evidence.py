@@ -66,7 +66,7 @@ def steps_given(model: SwitchingLinearGaussian, observations: Tensor) -> int:
     """How many steps a fit takes as given: those that a `ReadyModel` needs to know its state."""
     design = getattr(model, "design", None)
     wanted = 0 if design is None else design.given
-    if not wanted:
+    if not wanted or model.diffuse:
         return 0
     seen = (~observations.isnan()).any(-1).cumsum(-1).reshape(-1, observations.shape[-2])
     enough = (seen >= wanted).all(0).nonzero()

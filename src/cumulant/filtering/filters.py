@@ -15,13 +15,14 @@ from cumulant.filtering.conjugate import (
     filter_conjugate,
     update_conjugate,
 )
+from cumulant.filtering.diffuse import diffuse_steps
 from cumulant.filtering.frames import PandasLike, labels_of
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
-from cumulant.filtering.model_checks import next_row, real_numbers, series
+from cumulant.filtering.model_checks import next_row, proper_start, real_numbers, series
 from cumulant.filtering.modes import chain, log_total, stateless
 from cumulant.filtering.natural import ConjugatePosterior
-from cumulant.filtering.posterior import Posterior, gaussian_posterior
+from cumulant.filtering.posterior import Posterior, gaussian_posterior, joined, step_of
 from cumulant.filtering.recursion import Belief, Run, Scheme, fits, scheme_of, steps
 
 __all__ = ["filter", "log_likelihood", "run", "update"]
@@ -117,6 +118,8 @@ def run(
 ) -> Posterior:
     """All steps of a bank, from a belief on."""
     count = bank.observations.shape[-2]
+    if bank.first == 0 and bank.model.diffuse:
+        return _from_nothing(bank, scheme, alike, progress)
     start = bank.plain(belief)
     fits(scheme, belief, count)
     if takes(bank, start):
@@ -147,6 +150,29 @@ def run(
     )
 
 
+def _from_nothing(
+    bank: GaussianBank, scheme: Scheme, alike: bool, progress: ProgressCallback | None
+) -> Posterior:
+    """All steps from a start of which nothing is known."""
+    if getattr(bank.model, "functions", None):
+        proper_start("filter", bank.model)
+    found = diffuse_steps(bank, scheme, alike)
+    begun, count = len(found.beliefs) - 1, bank.observations.shape[-2]
+    inputs = None if bank.inputs is None else (bank.inputs,)
+    post = Posterior(bank.model, scheme, (bank.observations,), *found, inputs=inputs)
+    if begun == count:
+        return post
+    rest = step_of(bank, begun, count)
+    same = scheme.memory == 1
+    more = run(rest, scheme, found.beliefs[-1], alike=same, progress=progress)
+    return replace(
+        post,
+        beliefs=joined(found.beliefs, more.beliefs[1:]),
+        step_totals=(*found.step_totals, *more.step_totals),
+        log_predicted=(*found.log_predicted, *more.log_predicted),
+    )
+
+
 def log_likelihood(
     model: SwitchingLinearGaussian,
     observations: Tensor,
@@ -162,6 +188,8 @@ def log_likelihood(
     bank = GaussianBank(model, observations, inputs)
     belief, same = bank.start()
     alike = same if alike is None else alike
+    if model.diffuse:
+        return run(bank, scheme, belief, alike=alike).log_likelihood
     if takes(bank, belief):
         fits(scheme, belief, observations.shape[-2])
         found = total_compiled(bank, scheme, belief, alike=alike)

@@ -17,6 +17,7 @@ from cumulant.core.typed import linalg
 from cumulant.filtering.filters import run
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
+from cumulant.filtering.model_checks import proper_start
 from cumulant.filtering.posterior import Posterior, gaussian_posterior
 from cumulant.filtering.recursion import Scheme
 
@@ -100,6 +101,7 @@ def sample(
     tensor([1, 1, 1, 1])
     """
     gaussian_model("sample", model)
+    proper_start("sample", model)
     steps = whole("sample", "steps", steps, 1)
     size = (size,) if isinstance(size, int) else size
     try:

@@ -272,7 +272,7 @@ class GaussianBank:
             .unsqueeze(-4)
             .expand(*batch, 1, M, n, n),
         )
-        covariance = moments.symmetric(message[1])
+        covariance = message[1] if model.diffuse else moments.symmetric(message[1])
         return Belief(logs.unsqueeze(-2).expand(*batch, 1, M), (message[0], covariance)), alike
 
     def _varying(self) -> list[tuple[str, OverTime]]:

@@ -9,12 +9,13 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from cumulant.core.checks import finite, numbers, whole
+from cumulant.core.checks import finite, holds, numbers, whole
 from cumulant.core.errors import InputError
 from cumulant.core.precision import HALF
 from cumulant.core.renamed import moved
 from cumulant.core.typed import linalg
 from cumulant.filtering.model_checks import (
+    bounded,
     initial_probabilities,
     one_class,
     semi_definite,
@@ -81,7 +82,8 @@ class SwitchingLinearGaussian:
         dynamics_bias: b, ``(M, n)``.
         emission_bias: d, ``(M, p)``.
         initial_mean, initial_covariance: of the state at time 0, ``(n,)`` and ``(n, n)``, or one
-            for each mode.
+            for each mode. A variance of infinity, with covariances of zero, says that nothing is
+            known of that state; the log-likelihood is then the exact limit (Koopman 1997).
         dynamics_input, emission_input: B ``(M, n, m)`` and D ``(M, p, m)``, for inputs u that are
             given with the observations.
 
@@ -137,7 +139,7 @@ class SwitchingLinearGaussian:
         half = [n for n in ("transition", "initial") if getattr(given[n], "dtype", None) in HALF]
         got, _ = numbers(owner, **{name: x for name, x in given.items() if x is not None})
         for name, x in got.items():
-            finite(owner, name, x)
+            finite(owner, name, bounded(owner, x) if name == "initial_covariance" else x)
         for name in half:  # probabilities of half precision do not sum to one
             got[name] = got[name] / got[name].sum(-1, keepdim=True)
         self.parameters: Mapping[str, Tensor] = got
@@ -172,7 +174,7 @@ class SwitchingLinearGaussian:
                 f"it has {tuple(x.shape)}."
             )
         if name in COVARIANCES:
-            semi_definite(owner, name, x)
+            semi_definite(owner, name, bounded(owner, x) if name == "initial_covariance" else x)
 
     def _common_steps(self, owner: str) -> int | None:
         """The length T of what changes with time, None if nothing does."""
@@ -197,6 +199,11 @@ class SwitchingLinearGaussian:
             f"{type(self).__name__}(modes={self.modes}, state_size={self.state_size}, "
             f"observation_size={self.observation_size})"
         )
+
+    @property
+    def diffuse(self) -> bool:
+        """Whether nothing is known of some state at the start: its variance is infinite."""
+        return holds(~self.parameters["initial_covariance"].isinf()) is False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,6 +233,19 @@ class SwitchingLinearGaussian:
         new = copy(self)
         new.parameters = {**self.parameters, **changes}
         return new
+
+    def diffuse_start(self) -> Self:
+        """The model with nothing known of its states at the start: infinite variances.
+
+        For levels, trends and seasons. A state that returns to its mean has a stationary start.
+
+        >>> import cumulant as cm
+        >>> cm.filtering.local_level().diffuse_start().initial_covariance
+        tensor([[inf]], dtype=torch.float64)
+        """
+        like = self.parameters["initial_covariance"]
+        vague = torch.full((self.state_size,), torch.inf, dtype=like.dtype, device=like.device)
+        return self.unchecked({"initial_covariance": vague.diag()})
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The model with its parameters in another precision or place, as ``Tensor.to``."""

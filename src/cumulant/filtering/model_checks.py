@@ -15,9 +15,11 @@ from cumulant.core.typed import linalg, tolist
 from cumulant.filtering.frames import is_pandas, values_of
 
 __all__ = [
+    "bounded",
     "initial_probabilities",
     "next_row",
     "one_class",
+    "proper_start",
     "real_numbers",
     "semi_definite",
     "series",
@@ -84,6 +86,30 @@ def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
             f"{tolist(initial.detach())}."
         ),
     )
+
+
+def bounded(owner: str, covariance: Tensor) -> Tensor:
+    """An initial covariance with variance 1 for states of which nothing is known: infinity."""
+    vague = covariance.diagonal(dim1=-2, dim2=-1) == torch.inf
+    rows = vague[..., None] | vague[..., None, :]
+    unit = torch.diag_embed(vague.to(covariance.dtype))
+    require(
+        ~rows | (covariance == torch.where(unit > 0, torch.inf, 0.0)),
+        lambda: (
+            f"{owner}: where a variance of initial_covariance is infinite, its covariances must be "
+            "zero."
+        ),
+    )
+    return torch.where(rows, unit, covariance)
+
+
+def proper_start(owner: str, model: Any) -> None:
+    """Raise if nothing is known of some state at the start."""
+    if model.diffuse:
+        raise InputError(
+            f"{owner}: a variance of initial_covariance is infinite, which filter, smooth, "
+            "forecast and fit of linear models take: give a finite initial_covariance."
+        )
 
 
 def one_class(owner: str, transition: Tensor) -> None:

@@ -310,7 +310,7 @@ class _Compiled:
     def of(cls, problem: Problem) -> _Compiled | None:
         """None where the compiled recursion does not run, or a free parameter is not a constant."""
         model, u = problem.coordinates.model, problem.inputs
-        if not problem.coordinates.constant or model.dtype != torch.float64:
+        if not problem.coordinates.constant or model.dtype != torch.float64 or model.diffuse:
             return None
         if u is not None and (u.ndim > 2 or not _plain_inputs(model)):
             return None

@@ -11,7 +11,7 @@ from cumulant.core.describing import described_fields
 from cumulant.filtering.frames import PandasLike
 from cumulant.filtering.kalman import GaussianBank, inputs_of
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
-from cumulant.filtering.model_checks import series
+from cumulant.filtering.model_checks import proper_start, series
 from cumulant.filtering.recursion import Belief, Message, branch, whole_numbers
 
 __all__ = ["ModePath", "most_likely_path"]
@@ -62,6 +62,7 @@ def most_likely_path(
     tensor([0, 0, 0, 1, 1])
     """
     gaussian_model("most_likely_path", model)
+    proper_start("most_likely_path", model)
     y = series("most_likely_path", model, observations, lengths)
     u = inputs_of("most_likely_path", model, inputs, y.shape[-2], y)
     with torch.no_grad():

@@ -29,6 +29,7 @@ __all__ = [
     "Posterior",
     "alike",
     "gaussian_posterior",
+    "joined",
     "over_time",
     "stacked",
     "step_of",
@@ -45,7 +46,7 @@ def alike(first: Belief, second: Belief) -> bool:
 
 def stacked(beliefs: Sequence[Belief]) -> list[Belief]:
     """Beliefs with time as the last batch dimension; in one piece if all are of one size."""
-    if isinstance(beliefs, Beliefs) and len(beliefs.pieces) == 1:
+    if isinstance(beliefs, Beliefs):
         return list(beliefs.pieces)
     if uniform(beliefs):
         lead = beliefs[0].log_weights.ndim - 2
@@ -315,10 +316,13 @@ class Posterior(Filtered):
 
     @kept
     def _banks(self) -> list[GaussianBank]:
-        """The filters over all steps, or step by step where beliefs grow."""
-        if uniform(self.beliefs[:-1]):
-            return [self.bank]
-        return [step_of(self.bank, t, t + 1) for t in range(self.steps)]
+        """The filters over all steps, or piece by piece where beliefs grow."""
+        begin, out = 0, list[GaussianBank]()
+        for piece in stacked(self.beliefs[:-1]):
+            end = begin + piece.log_weights.shape[-3]
+            out.append(step_of(self.bank, begin, end))
+            begin = end
+        return out
 
     @kept
     def _predicted(self) -> list[Belief]:

@@ -131,7 +131,8 @@ def matched(
         _predictions(GaussianBank(model, observations, inputs), states).unsqueeze(-2 - k) / unit
         for k, model in enumerate((start, fitted))
     )
-    cost = (here - there).square().sum((0, -1)).flatten(0, -3).mean(0).cpu().double()
+    gaps = (here - there).square().sum((0, -1)).flatten(0, -3)
+    cost = gaps.nanmean(0).cpu().double()  # NaN where the state is not determined yet
     assign: Any = import_module("scipy.optimize").linear_sum_assignment
     first, second = assign(cost.numpy())
     as_is = list(range(fitted.modes))

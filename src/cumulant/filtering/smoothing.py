@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Smoothed", "smooth"]
 
+# Where the variance of the start is infinite, the smoother takes so many times the largest one that
+# the filter has found.
+VAGUE = 1e8
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Smoothed(Lazy):
@@ -138,7 +142,8 @@ def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
     """Modes and states given the whole series (T25).
 
     For one mode, the smoother of Rauch, Tung and Striebel; with several, exact wherever the filter
-    has not collapsed anything (GPB(k) for T <= k), and for models without a state.
+    has not collapsed anything (GPB(k) for T <= k), and for models without a state. An infinite
+    variance at the start counts as 10^8 times the largest that the filter has found.
 
     Args:
         model: the model that made `post`.
@@ -164,6 +169,10 @@ def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
             "smooth: the posterior does not begin at the first step: it is a forecast, or has "
             "forgotten its past (latest()). Smooth the whole posterior."
         )
+    if model.diffuse:
+        labels = post.labels
+        model, post = _with_variance(model, post)
+        post = post if labels is None else post.labeled(labels)
     log_weights, message = post.beliefs[-1]
     beliefs, pairs = [Belief(log_weights, message[:2])], list[Tensor]()
     for pair, belief in backward(post):
@@ -172,6 +181,21 @@ def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
     dtype = post.observations[0].dtype
     names = getattr(model, "names", None)
     return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), dtype, post.labels, names)
+
+
+def _with_variance(
+    model: SwitchingLinearGaussian, post: Posterior
+) -> tuple[SwitchingLinearGaussian, Posterior]:
+    """The same with a large variance in place of an infinite one."""
+    from cumulant.filtering.filters import filter
+
+    there = post.covariance.detach().diagonal(dim1=-2, dim2=-1)
+    size = VAGUE * float(torch.where(there.isfinite(), there, 0.0).max().clamp_min(1.0))
+    start = model.parameters["initial_covariance"]
+    model = model.replace(initial_covariance=torch.where(start.isinf(), size, start))
+    inputs = None if post.inputs is None else torch.cat(post.inputs, -2)
+    y = torch.cat(post.observations, -2)
+    return model, filter(model, y, collapse=post.scheme.name, inputs=inputs)
 
 
 def _same(first: Any, second: Any) -> bool:
