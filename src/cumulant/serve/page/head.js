@@ -16,7 +16,7 @@ function drawArcs(box, width) {
       "stroke-width": (0.7 + 9 * w).toFixed(2), "stroke-opacity": (0.25 + 0.7 * Math.min(1, 2 * w)).toFixed(2) }));
   });
   tokens.forEach((text, j) => root.append(svg("text", { class: `word${j === headNow.token ? " own" : ""}`, x: mid, y: y(j), "text-anchor": "end" }, shownToken(text).slice(0, 18))));
-  box.replaceChildren(html("div", { class: "scroll" }, root));
+  box.replaceChildren(root);
 }
 const topKeys = () => headNow.weights[headNow.token].map((w, j) => [w, j]).sort((a, b) => b[0] - a[0] || a[1] - b[1]).slice(0, TOP);
 
@@ -40,7 +40,7 @@ function drawPlane(box, width) {
   const long = Math.sqrt(Math.max(0, half + apart)), short = Math.sqrt(Math.max(0, half - apart)), angle = Math.atan2(2 * b, a - c) / 2;
   const reach = 1.12 * Math.max(1e-6, ...seen.flatMap(([k]) => k.map(Math.abs)), ...headNow.mean.map((m) => Math.abs(m) + long));
   const px = (x) => size * (0.5 + x / (2 * reach)), py = (y) => size * (0.5 - y / (2 * reach)), unit = size / (2 * reach);
-  const root = svg("svg", { viewBox: `0 0 ${size} ${size}`, width: size, height: size, role: "group", "aria-label": "Keys in their two leading directions; arrow keys move among them" });
+  const root = svg("svg", { class: "plane", viewBox: `0 0 ${size} ${size}`, width: size, height: size, role: "group", "aria-label": "Keys in their two leading directions; arrow keys move among them" });
   root.append(svg("line", { class: "axis", x1: 0, x2: size, y1: py(0), y2: py(0) }), svg("line", { class: "axis", x1: px(0), x2: px(0), y1: 0, y2: size }));
   for (const [k, name] of [[2, "ellipse far"], [1, "ellipse"]]) root.append(svg("ellipse", { class: name, rx: Math.max(0.5, k * long * unit), ry: Math.max(0.5, k * short * unit),
     transform: `translate(${px(headNow.mean[0])} ${py(headNow.mean[1])}) rotate(${(-angle * 180) / Math.PI})` }));
