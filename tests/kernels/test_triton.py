@@ -2,32 +2,150 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from cumulant.kernels import engines
+from cumulant.kernels.triton import recording
+from cumulant.kernels.triton.blocks import KERNELS, WIDTHS, Blocks, candidates
+from cumulant.kernels.triton.compiling import TARGETS, compile_launch, launches
+from cumulant.kernels.triton.recording import Check, Record
+from cumulant.lab.bench.costs import GPUS, ratio
 
 pytestmark = pytest.mark.slow
 
 
-def run(*command, **environment):
-    """Python in a process of its own; what it printed."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_validated.py"])
+def test_in_the_interpreter(file, tmp_path):
+    """In a process of its own: the interpreter is chosen before Triton is imported."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    env["CUMULANT_CACHE"] = str(tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command.append(str(Path(__file__).with_name(file)))
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
-def test_in_the_interpreter():
-    file = str(Path(__file__).with_name("triton_interpreted.py"))
-    run("-m", "pytest", "-p", "no:cacheprovider", "-k", "triton", file, TRITON_INTERPRET="1")
+@pytest.mark.parametrize(
+    ("target", "dtype", "width"),
+    [
+        ("cuda:80", torch.float32, 128),
+        ("cuda:90", torch.float16, 64),
+        ("hip:gfx942", torch.float32, 64),
+    ],
+)
+def test_tiles_compile_without_spilling(target, dtype, width):
+    """The hungriest launch of each kernel; `cumulant bench gpu` compiles all of the table."""
+    hungriest = {launch.kernel: launch for launch in launches(width, width, dtype)}
+    assert hungriest.keys() == set(KERNELS)
+    for kernel, launch in hungriest.items():
+        usage = compile_launch(launch, candidates(kernel, width, dtype, target)[0], TARGETS[target])
+        assert usage.spilled == 0, (kernel, usage)
+        assert 0 < usage.shared <= TARGETS[target].shared, (kernel, usage)
+        assert 16 < usage.registers <= (512 if target.startswith("hip") else 255), (kernel, usage)
 
 
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "hip:gfx942"])
-def test_kernels_compile_without_spilling(target):
-    told = run("-m", "cumulant.kernels.triton.compiling", target, "64")
-    assert {line.split()[0] for line in told.splitlines()} == {
-        *("forward", "rows", "means", "to_queries", "to_keys", "to_bias"),
-    }
+def test_a_tile_that_is_too_large_is_noticed():
+    launch = {x.kernel: x for x in launches(256, 256, torch.float16)}["forward"]
+    target = TARGETS["cuda:80"]
+    usage = compile_launch(launch, Blocks(64, 64, 256, 4, 1, "ieee"), target)
+    assert usage.spilled > 0
+    assert not usage.fits(target)
+
+
+def test_the_table_has_a_tile_for_everything():
+    for target in TARGETS:
+        for width in (16, 32, 64):
+            for kernel in KERNELS:
+                assert candidates(kernel, width, torch.float32, target, pairs=True)
+    single = [b for k in KERNELS for b in candidates(k, 64, torch.float32, "cuda:80")]
+    assert {b.precision for b in single} <= {"tf32x3", "ieee"}  # never plain TF32
+    assert candidates("forward", 64, torch.float16, None) == ()
+    newer = candidates("forward", 64, torch.float16, "cuda:120")  # not in the table: the nearest
+    assert newer == candidates("forward", 64, torch.float16, "cuda:90")
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A record's identity as if there were a GPU; nothing runs on it."""
+    identity = {"device": "some GPU", "kernels": recording.fingerprint()}
+    monkeypatch.setenv("CUMULANT_CACHE", str(tmp_path / "new"))
+    monkeypatch.setattr(recording, "identity", lambda device: dict(identity))
+    monkeypatch.setattr(recording, "target_of", lambda device: "cuda:90")
+    recording.forget()
+    yield identity
+    recording.forget()
+
+
+def record(identity, *errors, **more):
+    checks = tuple(Check("a check", error, 1e-3) for error in errors)
+    return Record(dict(identity), "2026-01-01", checks, **more)
+
+
+def test_the_engine_is_used_only_where_its_self_test_passed(gpu, monkeypatch):
+    def chosen(device=GPU):
+        return "triton" in getattr(engines.compiled(device), "__name__", "")
+
+    assert not recording.validated(GPU)
+    assert not chosen()
+    recording.keep(record(gpu, 1e-4, 1e-2))
+    assert recording.recorded(GPU) is not None
+    assert not chosen()
+    recording.keep(record(gpu, math.nan))
+    assert not chosen()
+    recording.keep(record(gpu))  # nothing was checked
+    assert not chosen()
+    recording.keep(record(gpu, 1e-4))
+    assert chosen()
+    with engines.engine("torch"):
+        assert engines.compiled(GPU) is None
+    assert not chosen(torch.device("cpu"))
+    gpu["kernels"] = "another source"  # a change of the kernels asks for another test
+    recording.forget()
+    assert not chosen()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"checks": 3}', '{"checks": []}'])
+def test_a_damaged_record_is_no_record(gpu, text):
+    path = recording.keep(record(gpu, 0.0))
+    assert recording.validated(GPU)
+    path.write_text(text)
+    recording.forget()
+    assert recording.recorded(GPU) is None
+
+
+def test_kept_choices_are_used_and_others_are_not(gpu):
+    first = candidates("rows", 64, torch.float32, "cuda:90")[0]
+    other = first._replace(rows=16, columns=16)
+    asked = ("rows", 64, torch.float32, GPU)
+    key = recording.choice_of(*asked[:3], False)
+    recording.keep(record(gpu, 0.0, chosen={key: str(other)}))
+    assert recording.choose(*asked, pairs=False) == first  # not a tile of the table
+    several = next(
+        (kernel, width, dtype)
+        for dtype in (torch.float32, torch.float16)
+        for width in WIDTHS
+        for kernel in KERNELS
+        if len(candidates(kernel, width, dtype, "cuda:90")) > 1
+    )
+    last = candidates(*several, "cuda:90")[-1]
+    key = recording.choice_of(*several, False)
+    recording.keep(record(gpu, 0.0, chosen={key: str(last)}))
+    assert recording.choose(*several, GPU, pairs=False) == last
+
+
+def test_a_jvp_is_expected_to_take_five_forward_passes_where_products_decide():
+    """(1 + 1) products forward, 3 + 5 for the tangent: 10 over 2, and more where L2 decides."""
+    most = ratio("forward", "tangent", d=256, dtype=torch.float32, gpu=GPUS["A100"])
+    least = ratio("forward", "tangent", d=64, dtype=torch.float32, gpu=GPUS["H100"])
+    assert least == pytest.approx(5.0)
+    assert most >= 5.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -135,8 +137,72 @@ def _command(name: str, title: str) -> Callable[..., None]:
     return command
 
 
+@bench.command("calculus", help=_BENCHES["calculus"][1])
+def calculus(
+    rounds: Rounds = 7,
+    quick: Quick = False,
+    threads: Threads = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cuda: the Triton engine on this GPU, measured beside what the cost model expects."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Attention and its derivatives, on the CPU or a GPU."""
+    title = _BENCHES["calculus"][0]
+    if device is None or device == "cpu":
+        _command("calculus", title)(rounds, quick, threads, as_json, output)
+        return
+    run = partial(import_module("cumulant.lab.bench.gpu").measure, device=device)
+    command = f"cumulant bench calculus --device {device}" + " --quick" * quick
+    _measure(command, f"{title} on a GPU", run, rounds, quick, as_json, output)
+
+
 for _name, (_title, _help) in _BENCHES.items():
-    bench.command(_name, help=_help)(_command(_name, _title))
+    if _name != "calculus":
+        bench.command(_name, help=_help)(_command(_name, _title))
+
+
+@bench.command("gpu")
+def gpu(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="cuda:80, cuda:90 or hip:gfx942; repeat for more. Default: all."),
+    ] = None,
+    width: Annotated[
+        list[int] | None,
+        typer.Option(help="Head dimension, 32, 64, 128 or 256; repeat for more. Default: all."),
+    ] = None,
+    every_launch: Annotated[
+        bool,
+        typer.Option("--every-launch", help="Every call that may use a tile, not the largest."),
+    ] = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Compile every Triton kernel in every tile of the table, without a GPU; expected costs.
+
+    Exits with 1 if a kernel spills registers or needs more shared memory than the GPU has. All of
+    it takes about five minutes on an idle core; Triton keeps what it compiled in its own cache.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise InputError("cumulant bench gpu compiles with Triton: pip install triton.")
+    if output is not None:
+        destination(output)
+    page = import_module("cumulant.lab.bench.gpu_page")
+    with Shown("compiling") as progress:
+        rows = page.compile_all(target, width, every_launch=every_launch, progress=progress)
+    if output is not None:
+        write_file(output, page.markdown(rows))
+    if as_json:
+        typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+    else:
+        typer.echo(page.summary(rows))
+    if not all(row.fits for row in rows):
+        raise typer.Exit(1)
 
 
 def _measure(

@@ -7,7 +7,7 @@ import json
 import platform
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -48,19 +48,27 @@ def doctor(
     order: Annotated[int, typer.Option(help="Highest order of derivative, 1 to 4.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time budget per check.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of inputs and directions.")] = 0,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Validate the Triton kernels on this GPU, choose the fastest tiles, keep both.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="With torch: write the table to this Markdown file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show versions and missing extras, or check derivatives against finite differences.
+    """Show versions, engines and missing extras; check derivatives, or the kernels on this GPU.
 
     F is forward mode, R is reverse mode; RF is reverse over forward. Exits with 0 if everything is
     right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input.
 
     \b
-    cumulant doctor                                          versions and extras
+    cumulant doctor                                          versions, engines, extras
+    cumulant doctor --self-test                              the Triton kernels on this GPU
     cumulant doctor --derivatives mymodel:loss --shape 2,5,8 a function of one tensor
     cumulant doctor --derivatives mymodel:example            example() returns (f, inputs)
     cumulant doctor --derivatives torch --order 3            torch's norms, losses, layers, ...
@@ -69,7 +77,11 @@ def doctor(
         raise InputError("--shape describes inputs of --derivatives module:function.")
     if output is not None and (derivatives != "torch" or not output.parent.is_dir()):
         raise InputError("--output needs --derivatives torch and an existing folder.")
-    if derivatives is None:
+    if self_test and derivatives is not None:
+        raise InputError("--self-test and --derivatives are two commands: run one at a time.")
+    if self_test:
+        _validate(as_json)
+    elif derivatives is None:
         _installation(as_json)
     elif derivatives == "torch":
         _torch(order, seconds, seed, output, as_json)
@@ -122,6 +134,40 @@ def _installation(as_json: bool) -> None:
         state = "installed" if not absent else f"missing {', '.join(absent)}"
         hint = "" if not absent else f"  (pip install 'cumulant[{extra}]')"
         typer.echo(f"[{extra}]".ljust(12) + state + hint)
+
+
+def _validate(as_json: bool) -> None:
+    """Run the self-test of the GPU engine here, keep its result, say what it means."""
+    status = engines()["triton"]
+    if not status.available:
+        raise InputError(
+            f"--self-test validates the engine triton, which cannot run: {status.why}."
+        )
+    from cumulant.kernels.triton import recording, tuning, validating  # Triton need not be there
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    with Shown("self-test") as progress:
+        record = validating.self_test(device, progress=progress)
+    if gpu and record.passed:
+        with Shown("timing tiles") as progress:
+            record = replace(record, chosen=tuning.tune(device, progress=progress))
+    path = recording.keep(record)
+    failed = [c for c in record.checks if not c.passed]
+    if as_json:
+        told = {**asdict(record), "passed": record.passed, "file": str(path)}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        for name, value in record.identity.items():
+            typer.echo(f"{name:<12}{value}")
+        for c in failed:
+            typer.echo(f"wrong: {c.name}: error {c.error:.1e}, at most {c.tolerance:.0e}")
+        typer.echo(f"{len(record.checks) - len(failed)} of {len(record.checks)} checks passed.")
+        verdict = "used by default on this GPU" if gpu else "right in Triton's interpreter"
+        refused = "used only where cm.engine('triton') asks for it; please report this"
+        typer.echo(f"The engine triton is {verdict if record.passed else refused}. Kept in {path}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:

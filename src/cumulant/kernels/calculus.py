@@ -89,7 +89,7 @@ def _asking(question: str, options: Options, kept: Named | None = None) -> Short
         if kept is not None:
             out = _kept_gradient(program, arguments)
             arguments = {n: x for n, x in arguments.items() if not n.startswith("kept ")}
-        if out is None and (engine := compiled()) is not None:
+        if out is None and (engine := compiled(arguments["query"].device)) is not None:
             ask = {"tangent": engine.tangent, "gradient": engine.gradient}
             answer = ask.get(question, engine.curvature)
             out = answer(program, arguments, scale=options.scale, rate=options.dropout)

@@ -24,6 +24,7 @@ from cumulant.core.errors import InputError
 from cumulant.kernels.native import answers
 from cumulant.kernels.native.library import Missing, library
 from cumulant.kernels.tiles import Arguments, Band, Named, Program
+from cumulant.kernels.triton.recording import recorded, validated
 
 __all__ = ["Engine", "Status", "compiled", "engine", "engines"]
 
@@ -98,14 +99,27 @@ def _triton() -> Status:
         return Status(True, "in Triton's interpreter, slow: for tests", None)
     if not torch.cuda.is_available():
         return Status(False, "torch finds no GPU", None)
-    return Status(True, "float32 and half precision on GPUs; only where asked for by name", None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Status(True, f"float32 and half precision; {_trust(device)}", None)
+
+
+def _trust(device: torch.device) -> str:
+    if validated(device):
+        return "the self-test passed on this GPU, so it is used by default"
+    if recorded(device) is not None:
+        return "the self-test FAILED on this GPU: used only where asked for by name"
+    return (
+        "not validated on this GPU, so used only where asked for by name: "
+        "run cumulant doctor --self-test"
+    )
 
 
 @contextmanager
 def engine(name: str) -> Generator[None]:
     """Select one engine in this context (thread or task), for tests and bisecting.
 
-    By default the fastest engine that supports a call computes it. Calls that "native" does not
+    By default the fastest engine that supports a call computes it; on a GPU that is "triton" once
+    its self-test has passed there (``cumulant doctor --self-test``). Calls that "native" does not
     support (derivatives of third order and higher, other devices) still go to the torch tiles.
 
     Args:
@@ -132,15 +146,20 @@ def engine(name: str) -> Generator[None]:
         _asked.reset(token)
 
 
-def compiled() -> Engine | None:
-    """The compiled engine, if available and no other was selected.
+def compiled(device: torch.device | None = None) -> Engine | None:
+    """The engine for tensors on `device`, if one is available and no other was selected.
 
-    It reads and writes memory without torch's dispatcher. If a mode intercepts torch's operations,
-    to record them or to count FLOPs, the torch engine computes.
+    Triton's kernels, which nobody has run on every GPU, compute by default only where their
+    self-test has passed (``triton/recording.py``); ``cm.engine("triton")`` uses them regardless.
+
+    Engines read and write memory without torch's dispatcher. If a mode intercepts torch's
+    operations, to record them or to count FLOPs, the torch engine computes.
     """
     asked = _asked.get()
     if asked == "torch" or torch._C._len_torch_dispatch_stack():
         return None
+    if asked is None and device is not None and device.type == "cuda" and validated(device):
+        asked = "triton"
     if asked == "triton":
         return cast(Engine, importlib.import_module("cumulant.kernels.triton.answers"))
     try:

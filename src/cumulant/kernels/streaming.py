@@ -178,7 +178,7 @@ EXTRAS = ("score_mean", "score_variance", "score_max")
 
 
 def _compiled_forward(options: Options, arguments: Named) -> Sequence[Tensor] | None:
-    if (engine := compiled()) is None:
+    if (engine := compiled(arguments["query"].device)) is None:
         return None
     fields = ("entropy", *EXTRAS) if options.entropy else ()
     done = engine.forward(

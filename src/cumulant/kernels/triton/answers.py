@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cumulant.kernels.tiles import Arguments, Band, Named, Program
 from cumulant.kernels.triton import sums
-from cumulant.kernels.triton.blocks import Blocks, blocks_for, padded, target_of
-from cumulant.kernels.triton.tile import Change, Measure, View
+from cumulant.kernels.triton.blocks import Blocks
+from cumulant.kernels.triton.recording import choose
+from cumulant.kernels.triton.tile import Change, Measure, Moments, View, tile_of
 
 __all__ = ["curvature", "forward", "gradient", "potential", "statistics", "tangent"]
 
@@ -28,6 +28,7 @@ _MOST_PAIRS = 2**31 - 2**16  # queries and keys are counted in int32
 _MOST_MEMBERS = 65_535  # of the second dimension of a launch
 _MEASURE = ("query", "key", "value", "bias", "mask", "seed", "cap")
 _VALUES = ("value", "along value", "cotangent mean")
+_PAIRS = ("bias", "mask", "seed", "cap")
 _COLUMNS = ("log_normalizer", "cotangent log_normalizer", "cotangent entropy")
 
 
@@ -59,10 +60,10 @@ def _batch(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def launch(
-    kernel: str, grid: tuple[int, ...], given: Sequence[object], named: Mapping[str, Any]
+    kernel: str, grid: tuple[int, ...], given: Sequence[object], *, warps: int, stages: int
 ) -> None:
     """Run a kernel of ``sums.py``."""
-    getattr(sums, kernel)[grid](*given, **named)
+    getattr(sums, kernel)[grid](*given, num_warps=warps, num_stages=stages)
 
 
 class _Call:
@@ -105,6 +106,7 @@ class _Call:
     def measure(self, scale: float, band: Band, rate: float) -> Measure:
         m, n = self.tensors["query"].shape[-2], self.tensors["key"].shape[-2]
         return Measure(
+            tile=None,
             query=self.view("query"),
             key=self.view("key"),
             bias=self.view("bias"),
@@ -127,24 +129,24 @@ class _Call:
         return self.tensors["query"].shape[-1], 16 if value is None else value.shape[-1]
 
     def _blocks(self, kernel: str) -> Blocks | None:
-        query = self.tensors["query"]
-        return blocks_for(kernel, max(self._widths()), query.dtype, target_of(query.device))
+        query, pairs = self.tensors["query"], not self.tensors.keys().isdisjoint(_PAIRS)
+        return choose(kernel, max(self._widths()), query.dtype, query.device, pairs=pairs)
 
-    def shape(self, kernel: str) -> tuple[Blocks, dict[str, Any]]:
-        """The tile, and what a kernel is compiled for."""
-        d, e = self._widths()
-        b = self._blocks(kernel)
-        if b is None:
+    def blocks(self, kernel: str) -> Blocks:
+        if (found := self._blocks(kernel)) is None:
             raise LookupError(f"no tile was found for {kernel}, which the call did not name")
-        named: dict[str, Any] = {"D": d, "E": e, "WIDE": padded(d), "VALUES": padded(e)}
-        named |= {"ROWS": b.rows, "COLUMNS": b.columns, "PRECISION": b.precision}
-        return b, {**named, "num_warps": b.warps, "num_stages": b.stages}
+        return found
 
-    def by_rows(self, kernel: str, *given: object) -> None:
+    def _launch(
+        self, kernel: str, b: Blocks, grid: tuple[int, ...], z: Measure, *given: object
+    ) -> None:
+        z = z._replace(tile=tile_of(b, *self._widths()))
+        launch(kernel, grid, (z, *given), warps=b.warps, stages=b.stages)
+
+    def by_rows(self, kernel: str, z: Measure, *given: object) -> None:
         """Run a kernel for every block of queries of every member."""
-        b, named = self.shape(kernel)
-        grid = (-(-self.tensors["query"].shape[-2] // b.rows), math.prod(self.sizes))
-        launch(kernel, grid, given, named)
+        b = self.blocks(kernel)
+        self._launch(kernel, b, (-(-z.queries // b.rows), math.prod(self.sizes)), z, *given)
 
     def by_units(
         self,
@@ -155,7 +157,7 @@ class _Call:
         *more: bool,
     ) -> None:
         """Run a kernel for every unit of members: those that share all its results."""
-        b, named = self.shape(kernel)
+        b = self.blocks(kernel)
         strides = [self._strides[n] for n, x in results.items() if x is not None]
         own = [n if any(s[d] for s in strides) else 1 for d, n in enumerate(self.sizes)]
         n = (*own, *(size // u for size, u in zip(self.sizes, own, strict=True)))
@@ -164,10 +166,7 @@ class _Call:
         if more:  # the bias: blocks of queries and of keys, unless it has them in common
             by_query, by_key = more
             grid = (rows if by_query else 1, math.prod(own), columns if by_key else 1)
-        launch(kernel, grid, (z, change, n, *results.values(), *more), named)
-
-
-_ROWS = ("entropy", "score_mean", "score_variance", "score_max", "top")
+        self._launch(kernel, b, grid, z, change, n, *results.values(), *more)
 
 
 def forward(
@@ -185,8 +184,8 @@ def forward(
     call = _Call(a, {f"result {n}": x for n, x in out.items()}, ("forward",))
     if not call.fits:
         return None
-    views = (call.view(f"result {n}") for n in ("mean", "log_normalizer", *_ROWS))
-    call.by_rows("forward", call.measure(scale, band, rate), call.view("value"), *views)
+    to = Moments(**{n: call.view(f"result {n}") for n in Moments._fields})
+    call.by_rows("forward", call.measure(scale, band, rate), call.view("value"), to)
     return out
 
 

@@ -1,62 +1,55 @@
-"""Tiles per kernel and head dimension, found by compiling for each target: none of them spills."""
+"""Tiles per kernel, head dimension and GPU: the table that ``searching.py`` found by compiling."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.resources import files
 from typing import Any, NamedTuple, cast
 
 import torch
 
-__all__ = ["WIDTHS", "Blocks", "blocks_for", "padded", "target_of"]
+__all__ = ["KERNELS", "WIDTHS", "Blocks", "candidates", "padded", "read", "target_of"]
 
-WIDTHS = (16, 32, 64, 128, 256)
-_KERNELS = ("forward", "rows", "means", "to_queries", "to_keys", "to_bias")
-
-# Queries x keys / warps / stages of each of _KERNELS, by target, type and padded head dimension.
-# The largest of a list of candidates that spills nothing, under a causal band and with everything
-# asked for (``compiling.py``). float32 is multiplied as three TF32 products on NVIDIA's GPUs, in
-# IEEE arithmetic where "i" is and on AMD's; never as one TF32 product, which keeps ten bits. "-":
-# none was found, and the torch tiles answer.
-_TABLE = """
-cuda:80 float32 16  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  16x32/4/1  64x32/4/1
-cuda:80 float32 32  64x32/4/1  64x32/4/1  64x16/4/1  64x16/4/1  16x16/4/1  64x16/4/1
-cuda:80 float32 64  64x32/8/1  64x16/4/1  16x16/8/1  16x16/4/1  16x32/8/1  32x16/8/1i
-cuda:80 float32 128  32x16/8/1  -  -  -  -  -
-cuda:80 float16 16  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2
-cuda:80 float16 32  64x64/4/2  64x64/4/2  64x64/4/2  64x64/8/1  64x64/4/2  64x64/4/2
-cuda:80 float16 64  64x64/8/1  64x64/4/2  64x32/8/1  64x32/4/2  32x32/4/1  64x32/4/2
-cuda:80 float16 128  64x32/4/2  64x32/4/2  32x16/4/1  32x32/4/1  32x64/8/1  32x16/4/1
-cuda:80 float16 256  64x32/8/1  32x16/4/1  -  -  -  -
-cuda:90 float32 16  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  32x64/4/1  64x32/4/1
-cuda:90 float32 32  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  16x64/4/1  64x32/4/1
-cuda:90 float32 64  64x32/4/1  64x32/4/1  64x16/4/1  64x16/4/1  16x64/8/1  64x16/4/1
-cuda:90 float32 128  64x16/8/1  64x16/4/1  -  -  -  -
-cuda:90 float16 16  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2
-cuda:90 float16 32  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2
-cuda:90 float16 64  64x64/4/2  64x64/4/2  64x64/4/2  64x64/4/2  32x64/4/2  64x64/8/1
-cuda:90 float16 128  64x32/4/2  64x32/4/2  64x32/4/2  64x32/4/2  32x64/8/1  32x16/4/1
-cuda:90 float16 256  64x32/8/1  32x16/4/1  -  -  -  -
-hip:gfx942 float32 16  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  16x32/4/1  64x16/4/1
-hip:gfx942 float32 32  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  16x32/4/1  64x16/4/1
-hip:gfx942 float32 64  64x32/4/1  64x32/4/1  64x32/4/1  64x32/4/1  16x64/4/1  64x16/4/1
-hip:gfx942 float32 128  64x32/4/1  64x32/4/1  64x16/4/1  64x16/4/1  16x32/4/1  64x16/4/1
-hip:gfx942 float32 256  64x16/4/1  64x16/4/1  64x16/4/1  16x16/4/1  -  -
-hip:gfx942 float16 16  64x32/4/2  64x64/4/2  64x32/8/1  64x32/8/1  16x32/4/1  32x16/8/1
-hip:gfx942 float16 32  64x32/4/2  64x64/4/2  64x32/8/1  64x32/8/1  16x32/4/1  32x16/4/1
-hip:gfx942 float16 64  64x32/4/2  64x64/4/2  64x32/8/1  64x32/8/1  16x32/4/1  16x16/4/1
-hip:gfx942 float16 128  64x32/4/2  64x32/4/2  64x32/4/2  64x32/4/2  16x32/4/1  16x16/4/1
-"""
+KERNELS = ("forward", "rows", "means", "to_queries", "to_keys", "to_bias")
+WIDTHS = (32, 64, 128, 256)  # of the table's lines
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a tile, warps of a program, stages of its pipeline, kind of product."""
+    """How a kernel cuts its work.
+
+    Queries and keys of a tile; how many features a product <q, k> takes at a time; warps of a
+    program; stages of its pipeline; how float32 is multiplied ("tf32x3" or "ieee"); whether it
+    fits with a bias, a mask and dropout as well.
+    """
 
     rows: int
     columns: int
+    chunk: int
     warps: int
     stages: int
     precision: str
+    pairs: bool = True
+
+    def __str__(self) -> str:
+        sizes = f"{self.rows}x{self.columns}/{self.chunk}/{self.warps}/{self.stages}"
+        return sizes + "i" * (self.precision == "ieee") + "+" * self.pairs
+
+
+_INTERPRETED = Blocks(32, 32, 32, 4, 1, "ieee")  # wider heads than 32 go in chunks
+
+
+def read(text: str) -> Blocks:
+    """The blocks that `str` wrote.
+
+    >>> str(read("64x32/256/4/1i+"))
+    '64x32/256/4/1i+'
+    """
+    tile, chunk, warps, stages = text.rstrip("i+").split("/")
+    rows, columns = (int(n) for n in tile.split("x"))
+    precision = "ieee" if "i" in text else "tf32x3"
+    pairs = text.endswith("+")
+    return Blocks(rows, columns, int(chunk), int(warps), int(stages), precision, pairs)
 
 
 def padded(features: int) -> int:
@@ -78,34 +71,40 @@ def target_of(device: torch.device) -> str | None:
     return f"cuda:{10 * major + minor}"
 
 
+def _nearest(target: str) -> str:
+    """The GPU of the table whose tiles another one gets: of its maker, and not newer.
+
+    The self-test decides whether they run there.
+    """
+    maker, _, model = target.partition(":")
+    if maker == "hip":
+        return "hip:gfx942"
+    return "cuda:90" if int(model) >= 90 else "cuda:80"
+
+
 @cache
-def _table() -> dict[tuple[str, str, int], dict[str, Blocks]]:
-    out: dict[tuple[str, str, int], dict[str, Blocks]] = {}
-    for line in _TABLE.split("\n")[1:-1]:
-        target, kind, width, *cells = line.split()
-        usual = "tf32x3" if target.startswith("cuda") and kind == "float32" else "ieee"
-        out[target, kind, int(width)] = {
-            kernel: _cell(cell, usual)
-            for kernel, cell in zip(_KERNELS, cells, strict=True)
-            if cell != "-"
-        }
+def _table() -> dict[tuple[str, str, int, str], tuple[Blocks, ...]]:
+    out: dict[tuple[str, str, int, str], tuple[Blocks, ...]] = {}
+    for line in files("cumulant.kernels.triton").joinpath("blocks.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            target, kind, width, kernel, *found = line.split()
+            out[target, kind, int(width), kernel] = tuple(map(read, found))
     return out
 
 
-def _cell(text: str, usual: str) -> Blocks:
-    tile, warps, stages = text.removesuffix("i").split("/")
-    rows, columns = tile.split("x")
-    precision = "ieee" if text.endswith("i") else usual
-    return Blocks(int(rows), int(columns), int(warps), int(stages), precision)
+def candidates(
+    kernel: str, width: int, dtype: torch.dtype, target: str | None, *, pairs: bool = False
+) -> tuple[Blocks, ...]:
+    """The table's tiles for the wider of the two head dimensions, largest first.
 
+    With `pairs`, those that fit when there is a bias, a mask, dropout or a softcap. A GPU that is
+    not in the table gets the tiles of the nearest one that is.
 
-def blocks_for(kernel: str, width: int, dtype: torch.dtype, target: str | None) -> Blocks | None:
-    """The tile of a kernel for the wider of the two head dimensions; ``None``: it does not fit.
-
-    >>> blocks_for("forward", 64, torch.float16, "cuda:90").precision
-    'ieee'
+    >>> all(b.precision == "tf32x3" for b in candidates("forward", 64, torch.float32, "cuda:90"))
+    True
     """
-    if target == "interpreter":
-        return Blocks(32, 32, 4, 1, "ieee")
+    if target is None or target == "interpreter":
+        return () if target is None else (_INTERPRETED,)
     kind = "float32" if dtype == torch.float32 else "float16"
-    return _table().get((target or "", kind, padded(width)), {}).get(kernel)
+    found = _table().get((_nearest(target), kind, max(WIDTHS[0], padded(width)), kernel), ())
+    return tuple(b for b in found if b.pairs or not pairs)

@@ -1,18 +1,13 @@
 # pyright: basic, reportMissingImports=false, reportMissingModuleSource=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-"""The kernels compiled for GPUs that need not be here: registers, spills, shared memory.
-
-``python -m cumulant.kernels.triton.compiling cuda:90`` prints one line per kernel, head dimension
-and type of number; a configuration is good if nothing spills and shared memory suffices.
-"""
+"""The kernels compiled for GPUs that need not be here: registers, spills, shared memory."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +22,25 @@ from triton.runtime.jit import create_function_from_signature
 
 from cumulant.kernels.tiles import Band, Program, Result
 from cumulant.kernels.triton import answers, sums
-from cumulant.kernels.triton.blocks import WIDTHS, Blocks, blocks_for
+from cumulant.kernels.triton.blocks import Blocks, candidates
+from cumulant.kernels.triton.tile import Measure, tile_of
 
-__all__ = ["TARGETS", "Launch", "Usage", "compile_launch", "launches"]
+__all__ = ["TARGETS", "Compiled", "Launch", "Usage", "compile_launch", "compile_table", "launches"]
 
-# With the shared memory that one program may have.
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for, its name, and the shared memory that one program may have."""
+
+    gpu: GPUTarget
+    name: str
+    shared: int
+
+
 TARGETS = {
-    "cuda:80": (GPUTarget("cuda", 80, 32), 166_912),
-    "cuda:90": (GPUTarget("cuda", 90, 32), 232_448),
-    "hip:gfx942": (GPUTarget("hip", "gfx942", 64), 65_536),
+    "cuda:80": Target(GPUTarget("cuda", 80, 32), "A100", 166_912),
+    "cuda:90": Target(GPUTarget("cuda", 90, 32), "H100", 232_448),
+    "hip:gfx942": Target(GPUTarget("hip", "gfx942", 64), "MI300", 65_536),
 }
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -43,80 +48,99 @@ _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel would have been started with."""
+    """What a kernel would have been started with, by which question, and whether it has pairs."""
 
+    question: str
     kernel: str
+    measure: Measure
     given: Sequence[object]
-    named: Mapping[str, Any]
-
-    def with_blocks(self, b: Blocks) -> Launch:
-        shape = {"ROWS": b.rows, "COLUMNS": b.columns, "PRECISION": b.precision}
-        run = {"num_warps": b.warps, "num_stages": b.stages}
-        return Launch(self.kernel, self.given, {**self.named, **shape, **run})
+    features: tuple[int, int]
+    pairs: bool
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Registers of a thread, bytes of its stack that hold spilled ones, bytes of shared memory."""
+    """Registers of a thread, bytes of its memory that hold spilled ones, bytes of shared memory."""
 
     registers: int
     spilled: int
     shared: int
 
+    def fits(self, target: Target) -> bool:
+        return self.spilled == 0 and self.shared <= target.shared
 
-def launches(d: int, e: int, dtype: torch.dtype) -> Iterator[Launch]:
-    """One launch of every kernel, with everything asked for, under a causal band."""
+
+def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iterator[Launch]:
+    """Every launch of the four questions, with everything asked for, under a causal band.
+
+    With `pairs` there are a bias, a mask and dropout as well.
+    """
     made: list[Launch] = []
+    question = ""
 
-    def record(kernel: str, _: object, given: Sequence[object], named: Mapping[str, Any]) -> None:
-        made.append(Launch(kernel, given, named))
+    def record(kernel: str, _: object, given: Sequence[Any], **__: int) -> None:
+        made.append(Launch(question, kernel, given[0], given[1:], (d, e), pairs))
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.zeros(2, 4, *shape, dtype=kind)
 
-    m = 1024
+    m = 256
     measure = {"query": tensor(m, d), "key": tensor(m, d), "value": tensor(m, e)}
-    level = {"log_normalizer": tensor(m, 1, kind=torch.float32)}
     along = {n: x.clone() for n, x in measure.items()}
+    rate = 0.0
+    if pairs:
+        along["bias"] = tensor(m, m)
+        measure |= {"bias": tensor(m, m), "mask": tensor(m, m, kind=torch.bool)}
+        measure["seed"], rate = tensor(1, 1, kind=torch.int32), 0.1
+    level = {"log_normalizer": tensor(m, 1, kind=torch.float32)}
     seeds = {"cotangent mean": tensor(m, e), "cotangent log_normalizer": level["log_normalizer"]}
-    band, options = Band(upper=0), {"scale": 0.125, "rate": 0.0}
+    band, options = Band(upper=0), {"scale": 0.125, "rate": rate}
 
     def program(**results: Tensor) -> Program:
         wanted = tuple(Result(n, "i", tuple(x.shape)) for n, x in results.items())
         return Program(lambda *_: {}, {}, wanted, (m, m), band, whole_rows=True)
 
-    kept = answers.launch, answers.target_of
-    answers.launch, answers.target_of = record, lambda _: "interpreter"  # any tile will do
+    kept = answers.launch, answers.choose
+    tile = Blocks(32, 32, 32, 4, 1, "ieee")  # any will do: `compile_launch` sets another
+    answers.launch, answers.choose = record, lambda *_, **__: tile
     try:
+        question = "forward"
         fields = ("entropy", "score_mean", "score_variance", "score_max")
         answers.forward(measure, band=band, fields=fields, **options)
+        question = "tangent"
         rows = {"mean": tensor(m, e), "entropy": tensor(m, 1), **level}
         moved = {f"tangent {n}": x for n, x in along.items()}
         answers.tangent(program(**rows), {**measure, **level, **moved}, **options)
-        pulled = program(**measure, bias=tensor(m, m, kind=torch.float32))
+        question = "gradient"
+        primal = {n: measure[n] for n in ("query", "key", "value")}
+        pulled = program(**primal, bias=tensor(m, m, kind=torch.float32))
         answers.gradient(pulled, {**measure, **level, **seeds}, **options)
+        question = "curvature"
         second = {f"second {n}": x for n, x in along.items()}
-        answers.curvature(pulled, {**measure, **level, **seeds, **second}, **options)
+        both = program(**primal, **seeds, bias=tensor(m, m, kind=torch.float32))
+        answers.curvature(both, {**measure, **level, **seeds, **second}, **options)
     finally:
-        answers.launch, answers.target_of = kept
+        answers.launch, answers.choose = kept
     yield from made
 
 
-def compile_launch(launch: Launch, target: GPUTarget) -> Usage:
+def compile_launch(launch: Launch, b: Blocks, target: Target) -> Usage:
     """Compile as a launch on such a device would."""
     function = getattr(sums, launch.kernel)
-    backend = make_backend(target)
+    backend = make_backend(target.gpu)
     bind = create_function_from_signature(function.signature, function.params, backend)
-    named = dict(launch.named)
-    bound, specialization, options = bind(*launch.given, **named)
+    measure = launch.measure._replace(tile=tile_of(b, *launch.features))
+    named = {"num_warps": b.warps, "num_stages": b.stages}
+    bound, specialization, options = bind(measure, *launch.given, **named)
     parsed, signature, constants, attributes = function._pack_args(
         backend, named, bound, specialization, options
     )
     source = ASTSource(function, signature, constants, attributes)
-    made = triton.compile(source, target=target, options=parsed.__dict__)
-    if target.backend == "hip":
+    made = triton.compile(source, target=target.gpu, options=parsed.__dict__)
+    if target.gpu.backend == "hip":
         text = made.asm["amdgcn"]
-        spilled = sum(int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", text))
+        stack = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)
+        spilled = int(stack[1]) if stack else 0
         registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
     else:
         text = _resources(made.asm["cubin"])
@@ -145,24 +169,35 @@ def _resources(binary: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def main() -> int:
-    """Print the table of a target, of all head dimensions or one; 1 if anything is too large."""
-    target, most = TARGETS[sys.argv[1]]
-    worst = False
-    for dtype in (torch.float32, torch.float16):
-        for d in [int(n) for n in sys.argv[2:]] or WIDTHS:
-            for launch in launches(d, d, dtype):
-                blocks = blocks_for(launch.kernel, d, dtype, sys.argv[1])
-                if blocks is None:
-                    continue
-                found = compile_launch(launch.with_blocks(blocks), target)
-                bad = found.spilled > 0 or found.shared > most
-                worst |= bad
-                words = (launch.kernel, dtype, d, *blocks, found, "BAD" if bad else "good")
-                sys.stdout.write(" ".join(map(str, words)) + "\n")
-                sys.stdout.flush()
-    return int(worst)
+@dataclass(frozen=True)
+class Compiled:
+    """One configuration of the table, compiled for one launch."""
+
+    target: str
+    dtype: str
+    width: int
+    launch: Launch
+    blocks: Blocks
+    usage: Usage
+
+    @property
+    def fits(self) -> bool:
+        return self.usage.fits(TARGETS[self.target])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def compile_table(
+    target: str, dtype: torch.dtype, width: int, *, every_launch: bool = False
+) -> Iterator[Compiled]:
+    """Every tile of one line of the table for the kernel's hungriest launch, or for all of them.
+
+    The hungriest is the curvature's, with a bias, a mask and dropout if the tile is to take them.
+    """
+    for pairs in (False, True):
+        made = list(launches(width, width, dtype, pairs=pairs))
+        last = {launch.kernel: launch for launch in made}
+        for launch in made if every_launch else last.values():
+            for b in candidates(launch.kernel, width, dtype, target, pairs=pairs):
+                if every_launch or b.pairs == pairs:
+                    usage = compile_launch(launch, b, TARGETS[target])
+                    name = str(dtype).removeprefix("torch.")
+                    yield Compiled(target, name, width, launch, b, usage)

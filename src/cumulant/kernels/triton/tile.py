@@ -5,7 +5,8 @@
 
 A tensor is a :class:`View`: an address and strides, 0 where it broadcasts; what a call does not
 have is ``None``, and the branches on it are decided when a kernel is compiled. Numbers are float32
-whatever the inputs are.
+whatever the inputs are. `z` is the measure, `b` the member of the batch, `i0` and `j0` the first
+query and key of the tile.
 """
 
 from __future__ import annotations
@@ -15,21 +16,30 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from cumulant.kernels.triton.blocks import Blocks, padded
+
 __all__ = [
     "Change",
     "Measure",
+    "Moments",
+    "Tile",
     "View",
     "column",
     "direction",
+    "first_query",
     "kept",
+    "key_rows",
     "keys_of",
-    "load_rows",
-    "member",
+    "lines",
+    "nothing",
     "place",
+    "product",
     "queries_of",
+    "query_rows",
     "scores",
     "store_column",
     "store_rows",
+    "tile_of",
 ]
 
 
@@ -44,12 +54,39 @@ class View(NamedTuple):
     column: int
 
 
+class Tile(NamedTuple):
+    """What a kernel is compiled for.
+
+    Features of queries and values, and the same padded to powers of two; queries and keys of a
+    tile; how many features a product <q, k> takes at a time, since wide rows do not fit the
+    registers; and how float32 is multiplied.
+    """
+
+    D: tl.constexpr
+    E: tl.constexpr
+    WIDE: tl.constexpr
+    VALUES: tl.constexpr
+    ROWS: tl.constexpr
+    COLUMNS: tl.constexpr
+    CHUNK: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+def tile_of(b: Blocks, features: int, values: int) -> Tile:
+    """The tile of these blocks for so many features of queries and of values."""
+    wide, padded_values = padded(features), padded(values)
+    sizes = (features, values, wide, padded_values, b.rows, b.columns, b.chunk, b.precision)
+    return Tile(*(tl.constexpr(x) for x in sizes))
+
+
 class Measure(NamedTuple):
     """The measure, as in ``attention.py``; a side of the band is ``None`` where it is open.
 
     `second` and `third` are sizes of the batch; with dropout a hash from `limit` on keeps a
     weight, times `lift`.
     """
+
+    tile: Tile | None
 
     query: View | None
     key: View | None
@@ -90,11 +127,24 @@ class Change(NamedTuple):
     excess: View | None = None
 
 
+class Moments(NamedTuple):
+    """What the forward pass is asked for."""
+
+    mean: View | None
+    log_normalizer: View | None
+    entropy: View | None
+    score_mean: View | None
+    score_variance: View | None
+    score_max: View | None
+    top: View | None
+
+
 @triton.jit
-def member(z, number):
-    """The indices of one member of the batch."""
-    number = number.to(tl.int64)
-    return number // (z.second * z.third), number // z.third % z.second, number % z.third
+def first_query(z):
+    """(b, i0) of a program that takes one block of queries of one member."""
+    number = tl.program_id(1).to(tl.int64)
+    b = number // (z.second * z.third), number // z.third % z.second, number % z.third
+    return b, tl.program_id(0) * z.tile.ROWS
 
 
 @triton.jit
@@ -104,11 +154,25 @@ def place(x, b):
 
 
 @triton.jit
-def load_rows(x, b, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[first + .][.], zeros past the last row and column."""
-    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+def load_rows(
+    x, b, first, count, left, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """x[first + .][left + .], zeros past the last row and column."""
+    r, c = tl.arange(0, ROWS)[:, None], left + tl.arange(0, COLUMNS)[None, :]
     at = place(x, b) + tl.cast(first, tl.int64) * x.row + (r * x.row + c * x.column)
     return tl.load(at, mask=(first + r < count) & (c < WIDTH), other=0.0)
+
+
+@triton.jit
+def query_rows(z, x, b, i0, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a tensor that has one for each query."""
+    return load_rows(x, b, i0, z.queries, 0, WIDTH, z.tile.ROWS, PADDED)
+
+
+@triton.jit
+def key_rows(z, x, b, j0, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a tensor that has one for each key."""
+    return load_rows(x, b, j0, z.keys, 0, WIDTH, z.tile.COLUMNS, PADDED)
 
 
 @triton.jit
@@ -121,41 +185,69 @@ def store_rows(x, b, first, count, value, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def column(x, b, i, count):
+def lines(z, i0, j0):
+    """The numbers of the tile's queries, as a column, and of its keys, as a row."""
+    return i0 + tl.arange(0, z.tile.ROWS)[:, None], j0 + tl.arange(0, z.tile.COLUMNS)[None, :]
+
+
+@triton.jit
+def column(z, x, b, i0):
     """One number per query; zeros if there is no such tensor."""
-    out = tl.zeros_like(i).to(tl.float32)
+    i = i0 + tl.arange(0, z.tile.ROWS)
+    out = tl.zeros([z.tile.ROWS], tl.float32)
     if x is not None:
-        out = tl.load(place(x, b) + i * x.row, mask=i < count, other=0.0).to(tl.float32)
+        out = tl.load(place(x, b) + i * x.row, mask=i < z.queries, other=0.0).to(tl.float32)
     return out
 
 
 @triton.jit
-def store_column(x, b, i, count, value):
+def store_column(z, x, b, i0, value):
     """One number per query, where somebody wants it."""
     if x is not None:
-        tl.store(place(x, b) + i * x.row, value, mask=i < count)
+        i = i0 + tl.arange(0, z.tile.ROWS)
+        tl.store(place(x, b) + i * x.row, value, mask=i < z.queries)
 
 
 @triton.jit
-def keys_of(z, i0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def keys_of(z, i0):
     """The keys that some of these queries may meet, from a tile's beginning on."""
     start, stop = 0, z.keys
     if z.lower is not None:
-        start = tl.maximum(0, i0 + z.lower) // COLUMNS * COLUMNS
+        start = tl.maximum(0, i0 + z.lower) // z.tile.COLUMNS * z.tile.COLUMNS
     if z.upper is not None:
-        stop = tl.minimum(z.keys, i0 + ROWS + z.upper)
+        stop = tl.minimum(z.keys, i0 + z.upper + z.tile.ROWS)
     return start, stop
 
 
 @triton.jit
-def queries_of(z, j0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def queries_of(z, j0):
     """The queries that may meet some of these keys, from a tile's beginning on."""
     start, stop = 0, z.queries
     if z.upper is not None:
-        start = tl.maximum(0, j0 - z.upper) // ROWS * ROWS
+        start = tl.maximum(0, j0 - z.upper) // z.tile.ROWS * z.tile.ROWS
     if z.lower is not None:
-        stop = tl.minimum(z.queries, j0 + COLUMNS - z.lower)
+        stop = tl.minimum(z.queries, j0 - z.lower + z.tile.COLUMNS)
     return start, stop
+
+
+@triton.jit
+def product(z, b, x, i0, y, j0, acc, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """acc + <x_i, y_j>: rows of queries with rows of keys, a chunk of features at a time.
+
+    If one chunk is the whole row, the loop disappears and x is loaded once for all keys.
+    """
+    CHUNK: tl.constexpr = min(z.tile.CHUNK, PADDED)
+    for left in range(0, PADDED, CHUNK):
+        X = load_rows(x, b, i0, z.queries, left, WIDTH, z.tile.ROWS, CHUNK)
+        Y = load_rows(y, b, j0, z.keys, left, WIDTH, z.tile.COLUMNS, CHUNK)
+        acc = tl.dot(X, tl.trans(Y), acc, input_precision=z.tile.PRECISION)
+    return acc
+
+
+@triton.jit
+def nothing(z):
+    """Zeros for every pair of the tile."""
+    return tl.zeros([z.tile.ROWS, z.tile.COLUMNS], tl.float32)
 
 
 @triton.jit
@@ -169,49 +261,50 @@ def hyperbolic_tangent(x):
 
 
 @triton.jit
-def scores(z, b, Q, K, i, j, PRECISION: tl.constexpr):
+def scores(z, b, i0, j0):
     """(s, plain, slope): s = scale <q, k>, capped, plus the bias, -inf where a pair may not meet.
 
     `plain` are the scores before bias and masks, `slope` is the derivative of the cap.
     """
-    plain = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * z.scale
+    plain = product(z, b, z.query, i0, z.key, j0, nothing(z), z.tile.D, z.tile.WIDE) * z.scale
     slope = 1.0
     if z.cap is not None:
         cap = tl.load(place(z.cap, b)).to(tl.float32)
         u = hyperbolic_tangent(plain / cap)
         plain, slope = u * cap, 1 - u * u
-    seen = (i[:, None] < z.queries) & (j[None, :] < z.keys)
+    i, j = lines(z, i0, j0)
+    seen = (i < z.queries) & (j < z.keys)
     s = plain
     if z.bias is not None:
-        x = load_pairs(z.bias, b, i, j, seen).to(tl.float32)
+        x = load_pairs(z, z.bias, b, i0, j0).to(tl.float32)
         s = tl.where(x == -float("inf"), -float("inf"), s + x)  # -inf hides NaN as well
     if z.mask is not None:
-        seen = seen & (load_pairs(z.mask, b, i, j, seen) != 0)
+        seen = seen & (load_pairs(z, z.mask, b, i0, j0) != 0)
     if z.upper is not None:
-        seen = seen & (j[None, :] - i[:, None] <= z.upper)
+        seen = seen & (j - i <= z.upper)
     if z.lower is not None:
-        seen = seen & (j[None, :] - i[:, None] >= z.lower)
+        seen = seen & (j - i >= z.lower)
     return tl.where(seen, s, -float("inf")), plain, slope
 
 
 @triton.jit
-def load_pairs(x, b, i, j, seen):
-    at = place(x, b) + (i[:, None].to(tl.int64) * x.row + j[None, :].to(tl.int64) * x.column)
-    return tl.load(at, mask=seen, other=0)
+def load_pairs(z, x, b, i0, j0):
+    i, j = lines(z, i0, j0)
+    at = place(x, b) + (i.to(tl.int64) * x.row + j.to(tl.int64) * x.column)
+    return tl.load(at, mask=(i < z.queries) & (j < z.keys), other=0)
 
 
 @triton.jit
-def direction(z, b, Q, K, AQ, AK, along_bias, slope, i, j, PRECISION: tl.constexpr):
-    """t = <dq, k> + <q, dk>, bent by the cap, + dbias."""
-    t = tl.zeros([Q.shape[0], K.shape[0]], tl.float32)
-    if AQ is not None:
-        t = tl.dot(AQ, tl.trans(K), t, input_precision=PRECISION)
-    if AK is not None:
-        t = tl.dot(Q, tl.trans(AK), t, input_precision=PRECISION)
+def direction(z, b, a, i0, j0, slope):
+    """t = <a_q, k> + <q, a_k>, bent by the cap, + a_b."""
+    t = nothing(z)
+    if a.along_query is not None:
+        t = product(z, b, a.along_query, i0, z.key, j0, t, z.tile.D, z.tile.WIDE)
+    if a.along_key is not None:
+        t = product(z, b, z.query, i0, a.along_key, j0, t, z.tile.D, z.tile.WIDE)
     t = t * z.scale * slope
-    if along_bias is not None:
-        seen = (i[:, None] < z.queries) & (j[None, :] < z.keys)
-        t += load_pairs(along_bias, b, i, j, seen).to(tl.float32)
+    if a.along_bias is not None:
+        t += load_pairs(z, a.along_bias, b, i0, j0).to(tl.float32)
     return t
 
 
@@ -223,13 +316,14 @@ def mix(x):
 
 
 @triton.jit
-def kept(z, b, i, j):
+def kept(z, b, i0, j0):
     """1 / (1 - rate) where a weight survives, else 0: the hash of (seed, i, j) of dropout.py."""
     out = 1.0
     if z.seed is not None:
+        i, j = lines(z, i0, j0)
         seed = mix(tl.load(place(z.seed, b)).to(tl.uint32, bitcast=True))
         row = mix(i.to(tl.uint32) ^ seed)
         key = mix(j.to(tl.uint32) ^ (mix(seed) ^ 0x5BD1E995)) * 0x2545F491
-        number = mix(row[:, None] ^ key[None, :]).to(tl.int32, bitcast=True)
+        number = mix(row ^ key).to(tl.int32, bitcast=True)
         out = tl.where(number.to(tl.int64) >= z.limit, z.lift, 0.0)
     return out

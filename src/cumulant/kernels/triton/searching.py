@@ -1,0 +1,90 @@
+# pyright: basic, reportMissingImports=false, reportMissingModuleSource=false
+"""Fills the table of tiles by compiling; ``python -m cumulant.kernels.triton.searching FILE``.
+
+For every target, type, head dimension and kernel it walks down a list from the tiles that reuse
+most to those that need fewest registers, and keeps the first that spills nothing in the hungriest
+launch of the kernel: the curvature's, with a bias, a mask and dropout. A line may list more tiles,
+for ``tuning.py`` to choose from; one without "+" serves calls that have none of the three. What is
+already in the file is kept, so an interrupted search resumes. ``cumulant bench gpu`` compiles every
+tile for every launch that may use it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from cumulant.core.files import write_file
+from cumulant.kernels.triton.blocks import KERNELS, WIDTHS, Blocks, read
+from cumulant.kernels.triton.compiling import TARGETS, compile_launch, launches
+
+_HEADER = """\
+# Tiles of the Triton kernels: target, type, padded head dimension, kernel, then the tiles that fit,
+# queries x keys / features at a time / warps / stages; i: IEEE products; +: fits with bias, mask
+# and dropout. Found by `python -m cumulant.kernels.triton.searching`, which compiles.
+"""
+
+# What is tried, by padded head dimension (queries x keys, features at a time, warps, stages), from
+# the tiles that reuse most to those that need fewest registers. The first line of a width is for
+# the kernels that keep little (forward, rows), the second for the others.
+_HALF = {
+    32: ("64x64/256/4/2 64x32/256/4/2 32x32/256/4/1",) * 2,
+    64: ("64x64/256/4/2 64x32/256/4/2 32x32/256/4/1", "64x32/256/4/2 32x32/256/4/1 32x16/32/4/1"),
+    128: ("64x32/256/4/2 32x32/64/4/1 32x16/64/4/1", "32x32/64/4/1 32x16/64/4/1 16x16/64/4/1"),
+    256: ("32x32/64/8/1 32x16/64/4/1 16x16/64/4/1", "32x16/64/4/1 16x16/64/4/1 16x16/32/8/1"),
+}
+_SINGLE = {
+    32: ("64x32/256/4/1 32x32/256/8/1 16x16/256/4/1", "64x16/256/4/1 32x16/256/4/1 16x16/256/4/1"),
+    64: ("64x16/256/4/1 32x32/32/8/1 16x16/32/4/1", "32x32/32/8/1 32x16/32/4/1 16x16/32/4/1"),
+    128: ("32x32/32/8/1 32x16/32/4/1 16x16/32/4/1", "32x16/32/8/1 16x16/32/8/1 16x16/16/8/1"),
+    256: ("32x16/32/8/1 16x16/32/8/1 16x16/16/8/1", "16x16/32/8/1 16x16/16/8/1"),
+}
+
+
+def _list(target: str, dtype: torch.dtype, width: int, kernel: str) -> Iterator[Blocks]:
+    half = dtype == torch.float16
+    precision = "ieee" if half or target.startswith("hip") else "tf32x3"
+    tiles = (_HALF if half else _SINGLE)[width][kernel not in ("forward", "rows")]
+    yield from (read(text)._replace(precision=precision, pairs=True) for text in tiles.split())
+    if not half:
+        yield read("16x16/16/8/1i+")
+
+
+def search(target: str, dtype: torch.dtype, width: int, kernel: str) -> list[Blocks]:
+    """The first tile that fits with a bias, a mask and dropout."""
+    loaded = [x for x in launches(width, width, dtype, pairs=True) if x.kernel == kernel][-1]
+    gpu = TARGETS[target]
+    fitting = (
+        b for b in _list(target, dtype, width, kernel) if compile_launch(loaded, b, gpu).fits(gpu)
+    )
+    return list(islice(fitting, 1))
+
+
+def main() -> int:
+    """Search what the file does not have; 1 if some kernel fits nowhere."""
+    path = Path(sys.argv[1])
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {" ".join(x.split()[:4]): x for x in lines if x and not x.startswith("#")}
+    missing = False
+    for target in sys.argv[2:] or TARGETS:
+        for dtype in (torch.float32, torch.float16):
+            for width in WIDTHS:
+                for kernel in KERNELS:
+                    key = f"{target} {str(dtype).removeprefix('torch.')} {width} {kernel}"
+                    if key in known:
+                        continue
+                    found = search(target, dtype, width, kernel)
+                    missing |= not any(b.pairs for b in found)
+                    known[key] = " ".join([key, *map(str, found)])
+                    sys.stdout.write(f"{known[key]}\n")
+                    sys.stdout.flush()
+                    write_file(path, _HEADER + "\n".join(known.values()) + "\n")
+    return int(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

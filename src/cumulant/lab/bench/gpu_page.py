@@ -1,0 +1,195 @@
+"""The page about the GPU engine: what every configuration needs, and what it should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import torch
+
+from cumulant.core.errors import InputError
+from cumulant.core.progress import ProgressCallback, counted
+from cumulant.kernels.triton.blocks import KERNELS, WIDTHS
+from cumulant.lab.bench.costs import GPUS, WORK, ratio
+
+__all__ = ["Line", "compile_all", "costs", "markdown", "summary"]
+
+_TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
+_DTYPES = (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One tile of the table: the most that it needs in any launch that may use it."""
+
+    target: str
+    dtype: str
+    width: int
+    kernel: str
+    blocks: str
+    pairs: bool
+    launches: int
+    registers: int
+    spilled: int
+    shared: int
+    fits: bool
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def compile_all(
+    targets: Sequence[str] | None = None,
+    widths: Sequence[int] | None = None,
+    *,
+    every_launch: bool = False,
+    progress: ProgressCallback | None = None,
+) -> list[Line]:
+    """Compile the table for these GPUs and head dimensions; by default all of it.
+
+    Raises:
+        InputError: a target or width is not in the table.
+    """
+    from cumulant.kernels.triton.compiling import Compiled, compile_table
+
+    targets, widths = targets or _TARGETS, widths or WIDTHS
+    for target in targets:
+        if target not in _TARGETS:
+            raise InputError(f"--target must be one of {', '.join(_TARGETS)}, not {target!r}.")
+    for width in widths:
+        if width not in WIDTHS:
+            raise InputError(f"--width must be one of {', '.join(map(str, WIDTHS))}, not {width}.")
+    plan = [(t, d, w) for t in targets for d in _DTYPES for w in widths]
+    tick = counted(progress, len(plan))
+    found: dict[tuple[str, ...], list[Compiled]] = {}
+    for target, dtype, width in plan:
+        tick(f"{target} {str(dtype).removeprefix('torch.')} {width}")
+        for c in compile_table(target, dtype, width, every_launch=every_launch):
+            key = (target, c.dtype, str(width), c.launch.kernel, str(c.blocks))
+            found.setdefault(key, []).append(c)
+    return [_line(group) for group in found.values()]
+
+
+def _line(group: Sequence[object]) -> Line:
+    from cumulant.kernels.triton.compiling import Compiled
+
+    every = [c for c in group if isinstance(c, Compiled)]
+    one = every[0]
+    return Line(
+        one.target,
+        one.dtype,
+        one.width,
+        one.launch.kernel,
+        str(one.blocks).rstrip("+"),
+        one.blocks.pairs,
+        len(every),
+        max(c.usage.registers for c in every),
+        max(c.usage.spilled for c in every),
+        max(c.usage.shared for c in every),
+        all(c.fits for c in every),
+    )
+
+
+def summary(rows: Sequence[Line]) -> str:
+    """One line for each tile, and the verdict."""
+    lines = [
+        f"{r.target:<11}{r.dtype:<8}{r.width:>4} {r.kernel:<11}{r.blocks:<17}"
+        f"{r.registers:>4} registers {r.spilled:>5} B spilled {r.shared:>7} B shared"
+        f"{'' if r.fits else '   TOO LARGE'}"
+        for r in rows
+    ]
+    bad = sum(not r.fits for r in rows)
+    total = sum(r.launches for r in rows)
+    said = "all fit" if bad == 0 else f"{bad} do not fit"
+    return "\n".join([*lines, f"{len(rows)} tiles in {total} compiled launches: {said}."])
+
+
+def costs() -> list[str]:
+    """The cost model as two Markdown tables."""
+    lines = [
+        "| question | kernel | products of width d | of width e | reads again per block |",
+        "|---|---|---|---|---|",
+    ]
+    for question, kernels in WORK.items():
+        for kernel, w in kernels.items():
+            swept = f"{w.swept_d} d + {w.swept_e} e"
+            lines.append(f"| {question} | `{kernel}` | {w.d} | {w.e} | {swept} |")
+    lines += ["", "| GPU | type | d = e | forward | JVP with value | gradient | double backward |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    asked = (("forward",), ("forward", "tangent"), ("gradient",), ("curvature",))
+    for name, gpu in GPUS.items():
+        for dtype in (torch.float16, torch.float32):
+            for d in (64, 128, 256):
+                found = (_short(ratio(*q, d=d, dtype=dtype, gpu=gpu)) for q in asked)
+                kind = "half" if dtype == torch.float16 else "float32"
+                lines.append(f"| {name} | {kind} | {d} | {' | '.join(found)} |")
+    return lines
+
+
+def _short(expected: float) -> str:
+    return "-" if expected == float("inf") else f"{expected:.1f}"
+
+
+_PAGE = """\
+# The GPU engine: what it needs and what it should cost
+
+**Nothing on this page was timed on a GPU.** The Triton kernels are compiled for A100 (`cuda:80`),
+H100 (`cuda:90`) and MI300 (`hip:gfx942`) and checked in Triton's interpreter against dense
+attention in float64. Written by `cumulant bench gpu -o docs/benchmarks/gpu.md` with Triton
+{triton}, which compiles without a GPU and fails if a tile spills registers or needs more shared
+memory than the GPU has.
+
+On a GPU, run `cumulant doctor --self-test` first (validates the kernels there, picks the fastest
+tiles, and makes them the default), then `cumulant bench calculus --device cuda`, which prints
+measured ratios beside the expected ones below.
+
+## Expected cost
+
+Per pair of a query and a key a kernel takes so many products of rows (2 FLOPs per feature) and one
+exponential; every block of queries (in `to_keys`: of keys) reads the rows it sweeps over again,
+from L2. The time of a kernel is that of the slowest of tensor cores, exponentials, L2 and memory
+(`cumulant/lab/bench/costs.py`); launches and latency are left out. A test counts the products in
+the interpreter.
+
+The second table gives expected multiples of a flash forward pass, under the same model, at length
+4096. float32 products are three TF32 products on NVIDIA's GPUs (24 bits kept, a third of the
+speed), IEEE on AMD's; never one TF32 product, which keeps ten bits. A flash pass in the same
+arithmetic is the baseline there, too.
+
+{costs}
+
+Derivatives recompute scores in each pass instead of adding with atomics: results are bitwise
+reproducible, at the price of more products than FlashAttention's backward pass takes (9 against 5).
+
+## Registers and shared memory
+
+Each line is a tile of the table in `kernels/triton/blocks.txt`: queries x keys / features that a
+product takes at a time / warps / stages (`i`: IEEE products), compiled for the hungriest launch of
+its kernel: the curvature under a causal band, with bias, mask and dropout where the last column
+says so. (`--every-launch` compiles all launches that may use a tile, which takes five times as
+long.) A call with a bias, mask, dropout or softcap takes the first tile so marked.
+Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912,
+232,448 and 65,536 bytes of shared memory. {verdict}
+
+| GPU | type | width | kernel | tile | registers | spilled, B | shared, B | bias, mask, dropout |
+|---|---|---|---|---|---|---|---|---|
+{lines}
+"""
+
+
+def markdown(rows: Sequence[Line]) -> str:
+    """The whole page."""
+    order = {name: number for number, name in enumerate(KERNELS)}
+    places = sorted(rows, key=lambda r: (r.target, r.dtype, r.width, order[r.kernel]))
+    lines = [
+        f"| {r.target} | {r.dtype} | {r.width} | `{r.kernel}` | {r.blocks} | {r.registers} "
+        f"| {r.spilled} | {r.shared} | {'yes' if r.pairs else 'no'} |"
+        for r in places
+    ]
+    return _PAGE.format(
+        triton=metadata.version("triton"),
+        costs="\n".join(costs()),
+        verdict=summary(rows).splitlines()[-1],
+        lines="\n".join(lines),
+    )
