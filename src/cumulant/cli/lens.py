@@ -20,6 +20,7 @@ from cumulant.distributed.ranks import Ranks, launched
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import examine
 from cumulant.lens.files import plain
+from cumulant.lens.images import Vision, load_vision, pictures
 from cumulant.lens.models import load, reason_of
 from cumulant.lens.partial import ABOUT, unfinished
 from cumulant.lens.shards import Shards
@@ -47,6 +48,10 @@ def lens(
         Path | None, typer.Option(help="A JSON Lines file, one text per line.")
     ] = None,
     field: Annotated[str, typer.Option(help="The field that holds the text in --jsonl.")] = "text",
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", "-i", help="An image, for a vision model; repeatable."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the tables and the report.")
     ] = Path("cumulant-lens"),
@@ -73,6 +78,7 @@ def lens(
     cumulant lens --model path/to/model --file essay.txt -o essay/
     cumulant lens --jsonl corpus.jsonl --windows -o corpus/
     cumulant lens --file other.txt -o other/ --against essay/
+    cumulant lens --model path/to/vit --image cat.jpg -o cat/
     torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
     To resume an interrupted run, repeat the command. Processes started by
@@ -85,7 +91,7 @@ def lens(
     with launched(PATIENCE) as ranks:
         try:
             _lens(
-                *(model, text, file or (), jsonl, field, output),
+                *(model, text, file or (), jsonl, field, image or (), output),
                 *(windows, batch_size, against, as_json, fresh, ranks),
             )
         except GroupError:
@@ -100,6 +106,7 @@ def _lens(
     files: Sequence[Path],
     jsonl: Path | None,
     field: str,
+    images: Sequence[Path],
     output: Path,
     windows: bool,
     batch_size: int,
@@ -111,18 +118,23 @@ def _lens(
     first, shards = ranks.rank == 0, Shards(ranks)
     with shards.together():
         earlier = None if against is None else Examination.load(against)
-        texts = read(text, files, jsonl, field)
+        if images and (text or files or jsonl):
+            raise InputError("--image takes no text: leave out --text, --file and --jsonl.")
+        if images:
+            next(pictures(images[0]))  # a file that is no image is told before the model is loaded
+        texts = () if images else read(text, files, jsonl, field)
         folder = make_folder(output)
         before = _stamp(folder)
     shown = Console(stderr=True, quiet=not first)
     try:
         with shown.status("loading the model"), shards.together():
-            loaded = load(model)
+            loaded = load_vision(model) if images else load(model)
         with Shown("examining", quiet=not first) as progress:
             found = examine(
                 loaded.model,
-                loaded.tokenizer,
+                loaded.processor if isinstance(loaded, Vision) else loaded.tokenizer,
                 texts,
+                images=list(images) or None,
                 name=loaded.name,
                 batch_size=batch_size,
                 windows=windows,
@@ -150,7 +162,7 @@ def _lens(
         _left(folder, fresh and first, before)
         where, why = error.filename or folder, error.strerror or reason_of(error)
         raise InputError(f"cannot write {where}: {why}.") from None
-    whose = None if text or files or jsonl else PASSAGE_SOURCE
+    whose = None if text or files or jsonl or images else PASSAGE_SOURCE
     if as_json:
         _tell_json(found, page, whose)
         return

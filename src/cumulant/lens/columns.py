@@ -47,6 +47,12 @@ _ALL = (
     Column("top_weight", "probability", "max_j p_ij", "T12"),
     Column("self_mass", "probability", "p_ii; 0 in cross-attention", "T12"),
     Column(
+        "received",
+        "fraction",
+        "share of all weight that token j receives: mean over queries i of p_ij; of images",
+        "T12",
+    ),
+    Column(
         "sink_mass",
         "probability",
         "weight on the first token, plus the weight on a sink logit if there is one",

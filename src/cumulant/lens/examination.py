@@ -40,6 +40,8 @@ class Examination:
         shown: texts whose tokens are kept for the report: (name, tokens[, decoder's tokens]).
         top: for these texts, by [text][layer][head][token], pairs (key, weight) of the largest
             weights.
+        pictures: of images, what the model saw (``png``, base64), ``rows`` and ``columns`` of
+            patches, and how many ``special`` tokens come before them.
         folder: where the table of tokens is, if not in ``tables``.
         parts: of how many files it consists there.
     """
@@ -50,6 +52,7 @@ class Examination:
     tables: dict[str, DataFrame]
     shown: list[Any] = field(default_factory=list[Any])
     top: list[Any] = field(default_factory=list[Any])
+    pictures: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     folder: Path | None = None
     parts: int | None = None
 
@@ -130,6 +133,7 @@ class Examination:
                 "notes": self.notes,
                 "shown": self.shown,
                 "top": self.top,
+                "pictures": self.pictures,
                 "definitions": {
                     n: {"unit": c.unit, "definition": c.definition, "theory": c.theory}
                     for n, c in COLUMNS.items()
@@ -170,6 +174,7 @@ class Examination:
             tables=tables,
             shown=about["shown"],
             top=about["top"],
+            pictures=about.get("pictures", []),
             folder=path,
             parts=about.get("parts"),
         )
@@ -205,6 +210,7 @@ class Examination:
             partition=self.tables.get("partition"),
             texts=self.shown,
             top=self.top,
+            pictures=self.pictures,
             run=self.run,
             notes=self.notes,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from cumulant.core.files import make_folder
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.lens.examination import Examination
 from cumulant.lens.finishing import finish
+from cumulant.lens.images import ImageReading, pictures
 from cumulant.lens.keeping import InFolder, InMemory, Store
 from cumulant.lens.merging import merge_ranks
 from cumulant.lens.observing import watching
@@ -32,8 +33,9 @@ CHUNK = 16  # texts encoded at a time
 def examine(
     model: nn.Module,
     tokenizer: Any,
-    texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str],
+    texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str] = (),
     *,
+    images: Any = None,
     name: str | None = None,
     batch_size: int = 8,
     windows: bool = False,
@@ -55,6 +57,11 @@ def examine(
         tokenizer: the model's.
         texts: one text, several, or a dictionary of names and texts; a generator is read lazily, so
             a corpus may be larger than memory.
+        images: instead of texts, images for a vision model: paths, arrays of bytes ``(height,
+            width, 3)``, Pillow's images, or a dictionary of names and these. `tokenizer` is then
+            the model's image processor, or None to resize images to the model's size and scale them
+            to [-1, 1]. Tokens are the class token, registers, and patches row by row; the column
+            `received` is added, and the report draws statistics on the picture.
         name: name of the model, for the report.
         batch_size: maximum number of texts per forward call.
         windows: split texts longer than the model's context into windows; otherwise they are
@@ -91,15 +98,21 @@ def examine(
         label = name or str(getattr(getattr(model, "config", None), "name_or_path", ""))
         label = label or type(model).__name__
         target = None if folder is None else make_folder(folder)
-        reading = Reading(model, tokenizer, batch_size=batch_size, windows=windows, shards=shards)
+        if images is not None and texts != ():
+            raise InputError("examine: give texts or images, not both.")
+        kind = Reading if images is None else ImageReading
+        reading = kind(model, tokenizer, batch_size=batch_size, windows=windows, shards=shards)
 
     def settings() -> dict[str, Any]:
         how = {"windows": windows, "batch_size": batch_size, "limit": reading.limit}
         return identity(model, tokenizer, label, how)
 
     store = InMemory() if target is None else InFolder(target, shards, settings)
-    source = shards.own(named(texts))
-    total = 1 if isinstance(texts, str) else len(texts) if isinstance(texts, list | tuple) else None
+    source = shards.own(named(texts) if images is None else _as_texts(images))
+    given = texts if images is None else images
+    total = 1 if isinstance(given, str) else None
+    if isinstance(given, list | tuple | dict):
+        total = len(cast(Sized, given))
     total = None if total is None else len(range(shards.rank, total, shards.size))
     with shards.claimed(target):
         if isinstance(store, InFolder):
@@ -124,6 +137,11 @@ def examine(
         return found
 
 
+def _as_texts(images: Any) -> Iterator[Text]:
+    """Images where texts are expected: they too have a name and a content that tells them apart."""
+    return cast(Iterator[Text], pictures(images))
+
+
 def _read(
     reading: Reading,
     store: Store,
@@ -136,7 +154,13 @@ def _read(
     folder = store if isinstance(store, InFolder) else None
     place = None if folder is None else folder.partial
     # The link is that of the first text, which rank 0 has.
-    wanted = Wanted(energy=True, links=int(shards.rank == 0), top=SHOWN, layers=True)
+    wanted = Wanted(
+        energy=True,
+        links=int(shards.rank == 0),
+        top=SHOWN,
+        layers=True,
+        received=isinstance(reading, ImageReading),
+    )
     with (
         shards.working(place),
         watching(reading.model, wanted, seed=2 * shards.rank) as recorder,
@@ -154,5 +178,5 @@ def _read(
         if folder is not None and reading.state.pieces:
             raise folder.refusal("other texts")
         if not reading.state.texts and shards.rank == 0:
-            raise InputError("examine: there is no text to examine.")
+            raise InputError("examine: there is no text or image to examine.")
     return recorder

@@ -62,9 +62,12 @@ def finish(
     }
     texts = ", ".join(dict.fromkeys(x[0] for x in state.shown))
     texts += ", ..." if state.inputs > SHOWN else ""
+    facts = model_facts(model, name, layers, texts)
+    if state.pictures:
+        facts["image"] = facts.pop("text")
     folder = store.folder if isinstance(store, InFolder) else None
     found = Examination(
-        facts=model_facts(model, name, layers, texts),
+        facts=facts,
         run={
             "texts": state.texts,
             "inputs": state.inputs,
@@ -78,6 +81,7 @@ def finish(
         notes=notes,
         tables=tables,
         shown=state.shown,
+        pictures=state.pictures,
         top=top_pairs(recorder, len(state.shown), len(layers)),
         folder=folder,
         parts=None if folder is None else state.parts,

@@ -28,7 +28,7 @@ SINK_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: k90 and the top key, the leading eigenvalue, energy, layers.
+    """What to measure: k90 and the top key, the leading eigenvalue, energy, layers, received mass.
 
     `links` and `top` are how many texts, from the first, to test the link on and to keep the five
     largest weights of. With `sample`, only some queries of a training step are measured, once for
@@ -42,6 +42,7 @@ class Wanted:
     top: int = 0
     layers: bool = False
     sample: Sample | None = None
+    received: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class Recorder:
         columns = statistics(
             call, positions, order=self.wanted.order, spectrum=self.wanted.spectrum
         )
+        if self.wanted.received and not call.cross:
+            columns["received"] = _received(call, positions.real)
         if self.wanted.energy:
             columns["energy_change"] = energy_change(call)
         seen = (columns["visible"] > 0).any(1)
@@ -309,6 +312,12 @@ class Recorder:
         if past == 0 and call.key.shape[2] >= m:
             return _unhidden(call, batch, call.key.shape[2])[:, :m]
         return torch.ones(batch, past + m, dtype=torch.bool, device=call.query.device)
+
+
+def _received(call: AttentionCall, real: Tensor) -> Tensor:
+    """The share of all weight that each token receives, ``(B, H, M)``; padded queries give none."""
+    from_real = call.attend().received(real[:, None].expand(call.query.shape[:3]).to(torch.float32))
+    return from_real / real.sum(-1).clamp_min(1)[:, None, None]
 
 
 def top_of(state: Mapping[str, Any]) -> dict[tuple[int, int], Top]:

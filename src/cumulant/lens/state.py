@@ -38,6 +38,7 @@ class State:
     length: int = 0
     notes: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     shown: list[Any] = field(default_factory=list[Any])
+    pictures: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     first: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ TOKEN_COLUMNS = (
     *("input", "layer", "head", "token", "attention", "log_normalizer", "entropy"),
     *("effective_keys", "k90", "class", "visible", "score_variance", "top_key", "top_weight"),
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
-    "energy_change",
+    *("energy_change", "received"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The lens against the model's own forward pass, and against eager attention with its weights."""
+"""The lens against the model's own forward pass and eager weights; the monitor against training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, clock, interleave, row
 from cumulant.lens.models import load
+from cumulant.lens.monitoring import Monitor
 from cumulant.lens.observing import observe
 
 __all__ = ["run"]
 
 BATCH, LENGTH = 16, 512
 LONG = 8192
+STEPS = 200
 
 
 def _ids(batch: int, length: int, words: int) -> dict[str, Tensor]:
@@ -81,6 +83,46 @@ def long_text() -> Callable[[], object]:
     return lambda: _observed(model, inputs)
 
 
+def _trained(steps: int, monitored: bool) -> Callable[[], object]:
+    """A small GPT-2 trained for some steps, with a monitor at its defaults or without."""
+    transformers = import_module("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=1000,
+        n_positions=128,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config.loss_type = "ForCausalLM"
+    ids = _ids(8, 128, 1000)["input_ids"]
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).train()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        monitor = Monitor(model) if monitored else None
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            if monitor is not None:
+                monitor.step()
+        if monitor is not None:
+            monitor.close()
+
+    return train
+
+
+def monitoring(steps: int, rounds: int, tick: Callable[[str], None]) -> Row:
+    """What `Monitor` adds to training time, as a ratio of both."""
+    label = f"GPT-2, 4 layers of width 128, 8 x 128, {steps} steps"
+    cases = {"training, monitored": _trained(steps, True), "training": _trained(steps, False)}
+    seconds = interleave(cases, rounds=rounds, tick=tick, clock=clock())
+    return row(seconds, label, "training, monitored", "training", 1.02)
+
+
 def run(
     *, rounds: int = 7, quick: bool = False, progress: ProgressCallback | None = None
 ) -> list[Row]:
@@ -89,7 +131,9 @@ def run(
     label = f"MiniLM, {batch} x {length}"
     few = max(3, rounds // 2)
     cases = _cases(batch, length)
-    tick = counted(progress, len(cases) * (few + 1) + (0 if quick else 3))
+    # Quick, a run of 50 steps: as many watched steps for each other one.
+    steps, turns = (50, 1) if quick else (STEPS, few)
+    tick = counted(progress, len(cases) * (few + 1) + 2 * (turns + 1) + (0 if quick else 3))
 
     def told(what: str) -> None:
         tick(f"{label}: {what}")
@@ -101,6 +145,7 @@ def run(
         row(seconds, label, "and k90, class, top key", weights, 0.6),
         row(seconds, label, "and leading eigenvalue", weights, 1.5),
     ]
+    rows.append(monitoring(steps, turns, lambda what: tick(f"GPT-2: {what}")))
     if quick:
         return rows
     tick("peak memory of eager attention")

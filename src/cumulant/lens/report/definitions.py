@@ -46,6 +46,7 @@ HEADS = (
 )
 
 TOKENS = (
+    Shown("received", "Received mass", "share"),
     Shown("entropy", "Entropy (nats)", "number"),
     Shown("effective_keys", "Effective keys", "log"),
     Shown("k90", "Keys holding 90%", "log"),

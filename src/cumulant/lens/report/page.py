@@ -17,7 +17,7 @@ from cumulant.pages.numbers import flat
 __all__ = ["PACKAGES", "SCRIPTS", "ReportData", "Text", "captions", "render", "scale", "sections"]
 
 PACKAGES = ("cumulant.pages", "cumulant.lens.report")
-SCRIPTS = ("base.js", "plot.js", "heads.js", "tokens.js", "charts.js")
+SCRIPTS = ("base.js", "plot.js", "heads.js", "pictures.js", "tokens.js", "charts.js")
 
 
 class Text(NamedTuple):
@@ -47,6 +47,7 @@ class ReportData:
     partition: Frame | None = None
     texts: Sequence[Any] = ()
     top: Any = ()
+    pictures: Sequence[Mapping[str, Any]] = ()
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
 
@@ -94,6 +95,7 @@ def sections(data: ReportData) -> list[str]:
     """The sections that have something to show, in the order of the page."""
     there = {
         "maps": has(data.heads, "layer", "head") and any(has(data.heads, s.column) for s in HEADS),
+        "pictures": bool(data.pictures) and bool(shown_texts(data)[0]),
         "tokens": bool(shown_texts(data)[0]),
         "depth": has(data.expansions, "layer", "median"),
         "classes": has(data.heads, "class"),
@@ -129,5 +131,6 @@ def scale(data: ReportData) -> str:
         texts = int(data.tokens["input"].nunique())
         tokens = len(data.tokens[["input", "token"]].drop_duplicates())
     if isinstance(texts, int) and isinstance(tokens, int):
-        parts.append(f"{count(tokens, 'token')} of {count(texts, 'text')}")
+        noun = "image" if data.pictures else "text"
+        parts.append(f"{count(tokens, 'token')} of {count(texts, noun)}")
     return ", ".join(parts)

@@ -37,6 +37,7 @@ def payload(data: ReportData) -> dict[str, Any]:
         "layers": _table(data.layers),
         "expansions": _table(data.expansions),
         "partition": _table(data.partition),
+        "pictures": [dict(data.pictures[i]) for i, _ in texts if i < len(data.pictures)],
         "texts": [_text(data, data.tokens, i, text) for i, text in texts],
     }
 
