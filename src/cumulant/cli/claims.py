@@ -120,7 +120,7 @@ def _end(
         if output is not None:
             shown.print(f"The ledger is in {escape(str(output))}: {LEDGER}, ledger.md, figures.")
     if output is not None and not keep.pictures:
-        typer.echo("cumulant: no figures; they need: pip install 'cumulant[plot]'", err=True)
+        typer.echo("cumulant: no figures; they need: pip install '.[plot]'", err=True)
     if unrun:
         names = ", ".join(row["id"] for row in unrun)
         line = f"{names} not run: {unrun[0]['not_run']}"

@@ -132,7 +132,7 @@ def _installation(as_json: bool) -> None:
         typer.echo(f"engine {name}".ljust(16) + state + status.why)
     for extra, absent in sorted(extras.items()):
         state = "installed" if not absent else f"missing {', '.join(absent)}"
-        hint = "" if not absent else f"  (pip install 'cumulant[{extra}]')"
+        hint = "" if not absent else f"  (pip install '.[{extra}]')"
         typer.echo(f"[{extra}]".ljust(12) + state + hint)
 
 

@@ -151,7 +151,7 @@ class Trajectory:
             The matplotlib figure.
 
         Raises:
-            InputError: matplotlib is missing (``pip install 'cumulant[plot]'``).
+            InputError: matplotlib is missing (``pip install '.[plot]'``).
         """
         from cumulant.dynamics.picture import plot
 
@@ -163,7 +163,7 @@ class Trajectory:
         The page holds all it needs and makes no request.
 
         Raises:
-            InputError: another suffix, or matplotlib is missing (``pip install 'cumulant[plot]'``).
+            InputError: another suffix, or matplotlib is missing (``pip install '.[plot]'``).
         """
         from cumulant.dynamics.film import animate
 

@@ -64,7 +64,7 @@ def need_matplotlib() -> Any:
     try:
         return import_module("matplotlib")
     except ModuleNotFoundError:
-        raise InputError("pictures need matplotlib: pip install 'cumulant[plot]'.") from None
+        raise InputError("pictures need matplotlib: pip install '.[plot]'.") from None
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -195,5 +195,5 @@ def need_pandas() -> Any:
         return import_module("pandas")
     except ImportError:
         raise InputError(
-            "data frames need pandas; install it with: pip install 'cumulant[pandas]'"
+            "data frames need pandas; install it with: pip install '.[pandas]'"
         ) from None

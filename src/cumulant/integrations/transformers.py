@@ -35,7 +35,7 @@ def package() -> Any:
         return import_module("transformers")
     except ImportError as error:
         raise InputError(
-            "this needs transformers 5 or later; install it with: pip install 'cumulant[lens]'"
+            "this needs transformers 5 or later; install it with: pip install '.[lens]'"
         ) from error
 
 

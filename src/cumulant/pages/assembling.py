@@ -91,4 +91,4 @@ def _need(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        raise InputError(f"reports need {name}: pip install 'cumulant[report]'.") from None
+        raise InputError(f"reports need {name}: pip install '.[report]'.") from None

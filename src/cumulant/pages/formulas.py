@@ -31,7 +31,7 @@ def mathml(tex: str, *, block: bool = True) -> str:
     try:
         converter = import_module("latex2mathml.converter")
     except ModuleNotFoundError:
-        raise InputError("formulas need latex2mathml: pip install 'cumulant[report]'.") from None
+        raise InputError("formulas need latex2mathml: pip install '.[report]'.") from None
     try:
         found = converter.Converter(display="block" if block else "inline").convert_to_element(tex)
     except Exception:  # its errors have no common class but this

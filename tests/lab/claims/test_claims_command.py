@@ -155,7 +155,7 @@ def test_what_a_missing_extra_leaves_out(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     out = process("--only", "T29", "--quick", env=environment)
     assert out.returncode == 2
-    assert "pip install 'cumulant[demo]'" in out.stderr
+    assert "pip install '.[demo]'" in out.stderr
     assert out.stderr.count("\n") == 1
     both = process("--only", "T29,T4", "-o", str(tmp_path / "o"), "--json", env=environment)
     assert both.returncode == 0

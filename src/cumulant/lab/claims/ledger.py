@@ -203,7 +203,7 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
     """
     entry = Entry(claim, seed, quick)
     if missing := lacking(claim):
-        need = f"needs {', '.join(missing)}: pip install 'cumulant[demo]'"
+        need = f"needs {', '.join(missing)}: pip install '.[demo]'"
         return replace(entry, not_run=need)
     own = zlib.crc32(f"{seed} {claim.id}".encode())
     started = time.perf_counter()

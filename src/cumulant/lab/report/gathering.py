@@ -136,7 +136,7 @@ def _figures(folder: Path, ledger: Content, notes: list[str]) -> dict[str, str]:
     """The pictures by claim, as SVG."""
     drawn = [row["id"] for row in ledger["claims"] if row["caption"]]
     if not drawn:
-        notes.append("The ledger has no figures; they need: pip install 'cumulant[plot]'")
+        notes.append("The ledger has no figures; they need: pip install '.[plot]'")
     paths = {name: folder / FIGURES / f"{name}.svg" for name in drawn}
     return {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
 
