@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import lzma
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+import cumulant as cm
 from cumulant.lab.claims import Trial, claims, verdict
+from cumulant.lab.claims.theory import t17, t20, t31
 from cumulant.lab.fixed_points import rates
 
 Patch = pytest.MonkeyPatch
@@ -35,9 +42,57 @@ def heavy_tails(patch: Patch) -> None:
     patch.setattr(rates, "_normal", logistic)
 
 
+def diffusion(patch: Patch) -> None:
+    """Points under whitening diffuse instead of attending: a Gaussian attracts them."""
+    original = t17.dynamics.simulate
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: torch.Tensor, steps: int, **k: Any) -> Any:
+        run = original(x, steps, **k)
+        if not isinstance(k.get("contraction"), cm.dynamics.Whiten):
+            return run
+        states = [run.states[0]]
+        for _ in range(len(run.states) - 1):
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            states.append(cm.dynamics.Whiten()(0.5 * states[-1] + noise))
+        return SimpleNamespace(states=torch.stack(states), final=states[-1])
+
+    patch.setattr(t17.dynamics, "simulate", moved)
+
+
+def cold(patch: Patch) -> None:
+    """All temperatures are low, so that fixed and changing patterns end alike."""
+    patch.setattr(t20, "SHOWN", 2.0)
+    patch.setattr(t20, "QUICK_BETAS", (1.5, 2.0, 3.0))
+
+
+def noisier(patch: Patch) -> None:
+    """Three signs in ten are flipped, not one."""
+    original = cm.memory.recall
+    patch.setattr(cm.memory, "recall", lambda *a, **k: original(*a, **{**k, "flips": 0.3}))
+
+
+def walked_text(patch: Patch) -> None:
+    """The novels were written by the walk: word vectors, contexts that drift, words by softmax."""
+    size, width = 250, 20
+    random = torch.Generator().manual_seed(0)
+    v = torch.randn(size, width, generator=random) * (
+        0.3 + 1.2 * torch.rand(size, 1, generator=random)
+    )
+    c = torch.nn.functional.normalize(torch.randn(3000, width, generator=random), dim=-1)
+    p = (width**0.5 * c @ v.mT).softmax(-1).double()
+    pairs = (p.mT @ p / p.sum() * 4e6).round().long()
+    words = t31.austen(size).words
+    patch.setattr(t31, "austen", lambda _: t31.Corpus(words, pairs, 1_000_000))
+
+
 WORLDS = {
     "T34: clusters of one size": ("T34", one_temperature),
     "T34: heavy tails": ("T34", heavy_tails),
+    "T17: diffusion": ("T17", diffusion),
+    "T20: always cold": ("T20", cold),
+    "T21: more noise": ("T21", noisier),
+    "T31: a text that walks": ("T31", walked_text),
 }
 
 
@@ -45,3 +100,13 @@ WORLDS = {
 def test_another_world_another_verdict(name, change, monkeypatch):
     change(monkeypatch)
     assert judged(name) != claims()[name].recorded
+
+
+def test_the_counts_of_the_novels_are_those_of_the_text():
+    path = Path(__file__).parents[3] / "examples" / "data" / "austen.txt.xz"
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        counted = t31.counted(file, 500)
+    stored = t31.austen(500)
+    assert counted.words == stored.words
+    assert counted.length == stored.length
+    assert torch.equal(counted.pairs, stored.pairs)

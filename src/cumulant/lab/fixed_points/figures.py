@@ -17,6 +17,9 @@ def draw(study: Study, folder: Path) -> list[Path]:
     """All of them, as PNG."""
     with style():
         return [
+            write(_growth(study), folder / "growth.png"),
+            write(_first(study), folder / "first-clusters.png"),
+            write(_paths(study), folder / "circle.png"),
             write(_limits(study), folder / "limits.png"),
             write(_kept(study), folder / "gaussian-kept.png"),
             write(_distances(study), folder / "energy-distance.png"),
@@ -24,6 +27,66 @@ def draw(study: Study, folder: Path) -> list[Path]:
             write(_counts(study), folder / "clusters.png"),
             write(_dimensions(study), folder / "dimension.png"),
         ]
+
+
+def _growth(study: Study) -> Any:
+    """Rates of the cumulants on the line and of the modes on the circle, theory and quadrature."""
+    figure = new_figure(8.2, 3.3)
+    left, right = figure.subplots(1, 2)
+    for axes, law in ((left, "gaussian"), (right, "circle")):
+        for i, r in enumerate(x for x in study.growth if x["law"] == law):
+            color = series_color(i)
+            axes.plot(r["orders"], r["theory"], color=color, label=f"β = {r['beta']:g}")
+            axes.plot(r["orders"], r["measured"], "o", color=color, markersize=3.5)
+    left.set(xlabel="cumulant n", ylabel="growth rate", title="from a Gaussian", yscale="log")
+    right.set(xlabel="mode k", title="from uniform on the circle")
+    right.axhline(2 / np.e, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    right.annotate("2/e", (24, 2 / np.e), (0, 3), textcoords="offset points", color=MUTED)
+    left.legend(ncols=2, fontsize=8)
+    right.legend(fontsize=8)
+    return figure
+
+
+def _first(study: Study) -> Any:
+    """The number of first clusters against temperature, in three dimensions."""
+    figure = new_figure(5.6, 3.8)
+    axes = figure.subplots()
+    most = max(r["points"] for r in study.first)
+    betas = sorted({r["beta"] for r in study.first})
+    for i, d in enumerate((2, 3, 4)):
+        rows = [r for r in study.first if r["dimension"] == d and r["points"] == most]
+        beta = np.array([r["beta"] for r in rows])
+        count = np.array([r["clusters"] for r in rows])
+        mean, color = count.mean(-1), series_color(i)
+        bars = (mean - count.min(-1), count.max(-1) - mean)
+        axes.errorbar(beta, mean, bars, fmt="o", color=color, markersize=4, capsize=3)
+        height = np.exp(np.log(mean).mean() - (d - 1) / 2 * np.log(beta).mean())
+        told = f"d = {d}: slope {(d - 1) / 2:g}"
+        axes.plot(beta, height * beta ** ((d - 1) / 2), color=color, linewidth=1, label=told)
+    axes.set(xscale="log", yscale="log", xlabel="β", ylabel="first clusters")
+    axes.set_xticks(betas, [f"{b:g}" for b in betas])
+    axes.set_yticks((3, 10, 30, 100), ("3", "10", "30", "100"))
+    axes.minorticks_off()
+    axes.legend()
+    return figure
+
+
+def _paths(study: Study) -> Any:
+    """Angles of points on the circle against time."""
+    figure = new_figure(3.0 * len(study.paths), 3.4)
+    panels = figure.subplots(1, len(study.paths), sharey=True, squeeze=False)[0]
+    for axes, r in zip(panels, study.paths, strict=True):
+        t, angle = np.array(r["times"]), np.array(r["angles"])
+        hue = np.argsort(np.argsort(angle[0])) / angle.shape[1]
+        jump = np.abs(np.diff(angle, axis=0, prepend=angle[:1])) > np.pi
+        for k in range(angle.shape[1]):
+            y = np.where(jump[:, k], np.nan, angle[:, k])
+            axes.plot(t, y, color=cycle()(hue[k]), linewidth=0.5)
+        axes.set(xlabel="t", ylim=(-np.pi, np.pi))
+        axes.set_title(f"β = {r['beta']:g}, fastest mode {r['fastest']}", fontsize=10)
+        axes.set_yticks((-np.pi, 0, np.pi), ("−π", "0", "π"))
+    panels[0].set_ylabel("angle")
+    return figure
 
 
 def _limits(study: Study) -> Any:
@@ -118,6 +181,7 @@ def _followed(study: Study) -> Any:
     )
     for i, r in enumerate(study.followed[1:]):
         axes.plot(r["times"], r["variance"], color=series_color(i), label=f"N = {r['points']}")
+        axes.fill_between(r["times"], r["least"], r["most"], color=series_color(i), alpha=0.2)
     axes.set(yscale="log", xlabel="t", ylabel="variance")
     axes.legend()
     return figure
@@ -127,9 +191,10 @@ def _counts(study: Study) -> Any:
     figure = new_figure(5.6, 3.4)
     axes = figure.subplots()
     for i, r in enumerate(study.counts):
-        axes.plot(
-            r["times"][1:], r["clusters"][1:], color=series_color(i), label=f"β = {r['beta']:g}"
-        )
+        t, mean, spread = (np.array(r[k])[1:] for k in ("times", "clusters", "deviation"))
+        axes.plot(t, mean, color=series_color(i), label=f"β = {r['beta']:g}")
+        low = np.maximum(mean - spread, 1)
+        axes.fill_between(t, low, mean + spread, color=series_color(i), alpha=0.15)
     axes.set(xscale="log", yscale="log", xlabel="t", ylabel="clusters")
     ticks = [1, 2, 3, 5, 10, 20, 50]
     axes.set_yticks(ticks, [str(k) for k in ticks])

@@ -1,7 +1,7 @@
-"""What is the fixed point of attention and a contraction, and is it Gaussian? (docs/theory.md, T17)
+"""What is the fixed point of attention and a contraction? Is it Gaussian? (T17, T34)
 
 The experiments behind ``docs/fixed-point.md``: ``python -m cumulant.lab.fixed_points.study FOLDER``
-runs them and writes numbers and figures to FOLDER.
+runs them and writes numbers and figures to FOLDER; names of parts after it run those alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.core.typed import linalg, tolist
 from cumulant.dynamics.contraction import Contraction, LayerNorm, Sphere, Whiten
 from cumulant.dynamics.gaussian_path import gaussian_flow
 from cumulant.dynamics.gaussianity import gaussianity
+from cumulant.dynamics.growth import (
+    circle_growth_rate,
+    fastest_degree,
+    gaussian_growth_rate,
+    sphere_growth_rate,
+)
 from cumulant.dynamics.initial import initial_cloud
 from cumulant.dynamics.shape import clusters
 from cumulant.dynamics.simulate import flow, simulate
+from cumulant.lab.fixed_points import rates
 
 __all__ = ["Study", "run"]
 
@@ -47,6 +55,9 @@ class Study:
     counts: list[dict[str, Any]]
     followed: list[dict[str, Any]]
     dimensions: list[dict[str, Any]]
+    growth: list[dict[str, Any]]
+    first: list[dict[str, Any]]
+    paths: list[dict[str, Any]]
     limits: list[dict[str, Any]]
 
 
@@ -112,15 +123,23 @@ def _cloud(name: str, n: int, d: int, *, seed: int) -> Tensor:
 def cluster_counts(
     betas: list[float], n: int, seeds: int, end: float, tick: Tick
 ) -> list[dict[str, Any]]:
-    """On the sphere in three dimensions: the mean number of clusters against time."""
+    """On the sphere in three dimensions: the number of clusters against time, mean and spread."""
     times = [0.0, *tolist(torch.logspace(-0.5, torch.tensor(end).log10().item(), 24))]
     found: list[dict[str, Any]] = []
     for beta in betas:
         tick(f"sphere, beta = {beta:g}")
         x = torch.stack([_cloud("sphere", n, 3, seed=s) for s in range(seeds)])
         run = flow(x, times, beta=beta, contraction=Sphere(), rtol=1e-6, atol=1e-8)
-        count = clusters(run.states).count.double().mean(-1)
-        found.append({"beta": beta, "times": times, "clusters": tolist(count)})
+        count = clusters(run.states).count.double()
+        found.append(
+            {
+                "beta": beta,
+                "times": times,
+                "clusters": tolist(count.mean(-1)),
+                "deviation": tolist(count.std(-1)),
+                "starts": seeds,
+            }
+        )
     return found
 
 
@@ -128,8 +147,11 @@ def _variance(x: Tensor) -> Tensor:
     return x.square().mean((-2, -1))
 
 
-def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
-    """The variance of particles under the flow in space, against the law's, which blows up."""
+def law_followed(starts: dict[int, int], tick: Tick) -> list[dict[str, Any]]:
+    """The variance of particles under the flow in space, against the law's, which blows up.
+
+    Every start has the law's mean and covariance exactly; mean and range over the starts.
+    """
     times = torch.linspace(0, 4, 33, dtype=torch.float64)
     fine = torch.linspace(0, 2, 401, dtype=torch.float64)
     law = gaussian_flow(torch.zeros(2), VARIANCE * torch.eye(2), fine)
@@ -141,17 +163,96 @@ def law_followed(sizes: list[int], tick: Tick) -> list[dict[str, Any]]:
             "blow_up_time": float(law.blow_up_time),
         }
     ]
-    for n in sizes:
+    for n, draws in starts.items():
         tick(f"flow in space, N = {n}")
         random = torch.Generator().manual_seed(0)
-        x = torch.randn(n // 2, 2, dtype=torch.float64, generator=random)
-        x = VARIANCE**0.5 * Whiten()(torch.cat([x, -x]))
+        x = torch.randn(draws, n // 2, 2, dtype=torch.float64, generator=random)
+        x = VARIANCE**0.5 * Whiten()(torch.cat([x, -x], -2))
         path = flow(x, times, observables={"variance": _variance}, rtol=1e-6, atol=1e-8)
+        seen = path.observables["variance"]
         found.append(
             {
                 "points": n,
+                "starts": draws,
                 "times": tolist(path.times),
-                "variance": tolist(path.observables["variance"]),
+                "variance": tolist(seen.mean(-1)),
+                "least": tolist(seen.amin(-1)),
+                "most": tolist(seen.amax(-1)),
+            }
+        )
+    return found
+
+
+def growth(quick: bool, tick: Tick) -> list[dict[str, Any]]:
+    """Rates of departures from the Gaussian and from the uniform law: theory and quadrature."""
+    found: list[dict[str, Any]] = []
+    betas = [0.5, 1.0] if quick else [0.25, 0.5, 0.75, 1.0, 1.25]
+    for beta in betas:
+        tick(f"growth on the line, beta = {beta:g}")
+        orders = [3, 4, 5, 6, 7, 8]
+        found.append(
+            {
+                "law": "gaussian",
+                "beta": beta,
+                "orders": orders,
+                "theory": [gaussian_growth_rate(n, beta) for n in orders],
+                "measured": [rates.gaussian_rate(n, beta) for n in orders],
+            }
+        )
+    for beta in [4.0] if quick else [2.0, 8.0, 32.0, 128.0]:
+        tick(f"growth on the circle, beta = {beta:g}")
+        orders = list(range(1, 8 if quick else 26))
+        found.append(
+            {
+                "law": "circle",
+                "beta": beta,
+                "orders": orders,
+                "theory": [circle_growth_rate(k, beta) for k in orders],
+                "measured": [rates.sphere_rate(k, beta, 2) for k in orders],
+            }
+        )
+    return found
+
+
+def first_clusters(
+    sizes: list[int], betas: list[float], draws: int, tick: Tick
+) -> list[dict[str, Any]]:
+    """The number of first clusters of uniform clouds, for each start."""
+    found: list[dict[str, Any]] = []
+    for d in (2, 3, 4):
+        for n in sizes:
+            for beta in betas:
+                tick(f"first clusters, d = {d}, N = {n}, beta = {beta:g}")
+                x = torch.randn(draws, n, d, generator=torch.Generator().manual_seed(n + d))
+                top = fastest_degree(beta, dimension=d)
+                found.append(
+                    {
+                        "dimension": d,
+                        "points": n,
+                        "beta": beta,
+                        "clusters": tolist(rates.first_clusters(x, beta)),
+                        "fastest": top,
+                        "rate": sphere_growth_rate(top, beta, dimension=d),
+                    }
+                )
+    return found
+
+
+def paths(betas: list[float], n: int, tick: Tick) -> list[dict[str, Any]]:
+    """Angles of points on the circle over time, for a picture."""
+    found: list[dict[str, Any]] = []
+    for beta in betas:
+        tick(f"picture: circle, beta = {beta:g}")
+        x = Sphere()(torch.randn(n, 2, generator=torch.Generator().manual_seed(3)))
+        run = simulate(x, 140, beta=beta, step_size=0.1, contraction=Sphere())
+        angle = torch.atan2(run.states[..., 1], run.states[..., 0])
+        keep = slice(None, None, max(1, n // 250))
+        found.append(
+            {
+                "beta": beta,
+                "fastest": fastest_degree(beta),
+                "times": tolist(run.times),
+                "angles": tolist(angle[:, keep]),
             }
         )
     return found
@@ -186,40 +287,68 @@ def limits(n: int, beta: float, steps: int, tick: Tick) -> list[dict[str, Any]]:
     return found
 
 
+PARTS: dict[str, Callable[[bool, Tick], list[dict[str, Any]]]] = {
+    "rejected": lambda quick, tick: gaussian_kept(
+        [32, 128] if quick else [32, 128, 512, 2048],
+        [1.0] if quick else [0.25, 1.0, 4.0],
+        20 if quick else 40,
+        16 if quick else 64,
+        tick,
+    ),
+    "counts": lambda quick, tick: cluster_counts(
+        [1.0, 16.0] if quick else [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+        32 if quick else 64,
+        2 if quick else 20,
+        10.0 if quick else 100.0,
+        tick,
+    ),
+    "followed": lambda quick, tick: law_followed(
+        {100: 4} if quick else {100: 20, 1000: 10, 10_000: 3}, tick
+    ),
+    "dimensions": lambda quick, tick: by_dimension(
+        [2, 16] if quick else [2, 4, 8, 16, 32, 64],
+        128 if quick else 512,
+        20 if quick else 100,
+        tick,
+    ),
+    "growth": growth,
+    "first": lambda quick, tick: first_clusters(
+        [200] if quick else [500, 1000, 2000],
+        [8.0, 32.0] if quick else [8.0, 16.0, 32.0, 64.0],
+        2 if quick else 20,
+        tick,
+    ),
+    "paths": lambda quick, tick: paths([8.0, 32.0] if quick else [8.0, 32.0, 128.0], 2000, tick),
+    "limits": lambda quick, tick: limits(200, 4.0, 80, tick),
+}
+PICTURES = ("limits", "paths")  # drawn, not tabulated
+
+
 def run(*, quick: bool = False, progress: ProgressCallback | None = None) -> Study:
-    """All experiments: about twenty minutes on one core, or ten seconds if quick."""
+    """All experiments: about half an hour on one core, or twenty seconds if quick."""
     tick = counted(progress)
-    sizes, betas = ([32, 128], [1.0]) if quick else ([32, 128, 512, 2048], [0.25, 1.0, 4.0])
-    return Study(
-        rejected=gaussian_kept(sizes, betas, 20 if quick else 40, 16 if quick else 64, tick),
-        counts=cluster_counts(
-            [1.0, 16.0] if quick else [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
-            32 if quick else 64,
-            2 if quick else 6,
-            10.0 if quick else 100.0,
-            tick,
-        ),
-        followed=law_followed([100] if quick else [100, 1000, 10_000], tick),
-        dimensions=by_dimension(
-            [2, 16] if quick else [2, 4, 8, 16, 32, 64],
-            128 if quick else 512,
-            20 if quick else 100,
-            tick,
-        ),
-        limits=limits(200, 4.0, 80, tick),
-    )
+    return Study(**{name: part(quick, tick) for name, part in PARTS.items()})
 
 
-def main(folder: Path, quick: bool) -> None:
-    """Run, and write ``fixed-point.json`` and the figures."""
+def main(folder: Path, quick: bool, only: list[str]) -> None:
+    """Run, and write ``fixed-point.json`` and the figures; other parts stay as they were."""
     from cumulant.lab.fixed_points.figures import draw
 
+    if odd := set(only) - set(PARTS):
+        raise InputError(f"parts are {', '.join(PARTS)}, not {', '.join(sorted(odd))}.")
     make_folder(folder)
-    study = run(quick=quick, progress=lambda x: print(x.what, file=sys.stderr, flush=True))  # noqa: T201
-    numbers = {n: x for n, x in asdict(study).items() if n != "limits"}
-    write_file(folder / "fixed-point.json", json.dumps(numbers, indent=1))
+    numbers = folder / "fixed-point.json"
+    tick = counted(lambda x: print(x.what, file=sys.stderr, flush=True))  # noqa: T201
+    known: dict[str, Any] = json.loads(numbers.read_text()) if only else {}
+    wanted = [name for name in PARTS if not only or name in only or name in PICTURES]
+    known |= {name: PARTS[name](quick, tick) for name in wanted}
+    study = Study(**{name: known.get(name, []) for name in PARTS})
+    told = {n: x for n, x in asdict(study).items() if n not in PICTURES}
+    write_file(numbers, json.dumps(told, indent=1))
     draw(study, folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--quick" in sys.argv)
+    main(
+        Path(sys.argv[1]), "--quick" in sys.argv, [x for x in sys.argv[2:] if not x.startswith("-")]
+    )

@@ -52,9 +52,12 @@ CLAIM = Claim(
     formula=r"\mathcal{N}(m, \Sigma) \mapsto \mathcal{N}\left(2m + \Sigma m, "
     r"(I + \Sigma)\Sigma(I + \Sigma)\right), \qquad "
     r"\Sigma(t) = \left(\Sigma_0^{-1} - 2t I\right)^{-1}",
-    bounds="A 5% test rejects one Gaussian cloud in twenty; 0.15 allows for the small number of "
-    "clouds per run, 0.25 for the control. An attracting fixed point must bring other laws closer: "
-    "a ratio below 1. A cloud of thousands of points follows its law to a tenth.",
+    bounds="On a sphere, and under layer norm, all norms are equal: no cloud is Gaussian there, by "
+    "geometry alone, so these are noted and the claim is judged under whitening, the one "
+    "normalization that leaves a Gaussian where it is. A 5% test rejects one Gaussian cloud in "
+    "twenty; 0.15 allows for the small number of clouds per run, 0.25 for the control. An "
+    "attracting fixed point must bring other laws closer: a ratio below 1. A cloud of thousands of "
+    "points follows its law to a tenth.",
     recorded="does not hold in general",
     tests=(
         "tests/laws/test_population.py",
@@ -63,9 +66,6 @@ CLAIM = Claim(
     ),
     rules=table("""
       statement:
-        sphere_rejected ≤ 0.15: sphere: share of Gaussian clouds that a 5% test rejects at each
-            look, after 1, 4, 8, 16 and 24 steps
-        layer_norm_rejected ≤ 0.15: layer norm: the same
         whitening_rejected ≤ 0.15: whitening: share rejected at time 4.8
         attraction ≤ 1: clouds of other laws, whitened: final over initial distance to a Gaussian,
             least of four laws
@@ -78,17 +78,23 @@ CLAIM = Claim(
         uniform_moved ≤ 1e-6: displacement of points spread evenly on the circle
         step_gap ≤ 1e-9: a step under each contraction against plain torch
       noted:
+        sphere_rejected: sphere in the plane: share rejected at each look, after 1, 4, 8, 16 and 24
+            steps; geometry alone decides this, all norms being equal
+        layer_norm_rejected: layer norm: the same
+        region_low: the smallest β tried (from 0.125) at which half of the whitened clouds are
+            rejected by time 4.8; T34 gives the rates
         unnormalized_rejected: no normalization: share rejected at time 4.8
         heavy_tail_dip: at β = 4, the least such ratio on the way: heavy tails shrink at first
         clusters_hot: clusters of 48 points on the sphere at t = 30, β = 1
         clusters_cold: the same for β = 9
         second_variance: second variance over the largest at 0.99 of the blow-up time, from 0.8
     """),
-    finding="From the first step on, a 5% test rejects {sphere_rejected:.0%} of Gaussian clouds of "
-    "{fewest} to {most} points on the sphere and {layer_norm_rejected:.0%} under layer norm; under "
-    "whitening {whitening_rejected:.0%} by t = 4.8. Other laws end at least {attraction:.1f} times "
-    "as far from a Gaussian as they started. Clusters left on the sphere: {clusters_hot:.1f} at β "
-    "= 1, {clusters_cold:.1f} at β = 9.",
+    finding="Whitening leaves the Gaussian law where it is, yet by t = 4.8 a 5% test rejects "
+    "{whitening_rejected:.0%} of clouds of {fewest} to {most} points at β = 1, and more than half "
+    "from β = {region_low:g} on; below that the loss is slower (T34). Other laws end at least "
+    "{attraction:.1f} times as far from a Gaussian as they started. On the sphere and under layer "
+    "norm equal norms rule a Gaussian out, and clusters form: {clusters_hot:.1f} are left at "
+    "β = 1, {clusters_cold:.1f} at β = 9.",
     caption="Left: Gaussian clouds of growing N; above the line at 1 the test rejects them. Sphere "
     "and layer norm lose the Gaussian at once, whitening and no normalization within a few units "
     "of time, larger clouds more clearly. Middle: 48 points on the sphere, seen from above, "
@@ -120,6 +126,19 @@ def decay(trial: Trial, n: int, clouds: int, draws: int) -> dict[str, tuple[Tens
         )
         states = run.states[list(SEEN)]
         found[name] = tested(states @ PLANE.mT if d == 3 else states, draws)
+    return found
+
+
+def over_beta(trial: Trial) -> dict[float, float]:
+    """Whitened Gaussian clouds of 128 points: the share rejected at time 4.8, for each β."""
+    found: dict[float, float] = {}
+    for beta in (0.125, 0.25, 0.5, 1.0, 2.0):
+        x = dynamics.Whiten()(trial.normal(trial.size(20, 8), 128, 2))
+        run = dynamics.simulate(
+            x, SEEN[-1], beta=beta, step_size=STEP, contraction=dynamics.Whiten(), every=SEEN[-1],
+            observables={},
+        )  # fmt: skip
+        found[beta] = float(tested(run.final, 99)[0].mean())
     return found
 
 
@@ -277,6 +296,8 @@ def measure(trial: Trial) -> Found:
     law, blow_up = law_gaps(trial)
     ends, dips = attraction(trial, trial.size(256, 128), trial.size(8, 4))
     off, spheres, values = particles_off(trial), on_sphere(trial), variances()
+    shares = over_beta(trial)
+    region = [beta for beta, share in shares.items() if share >= 0.5]
     hot, cold = dynamics.clusters(spheres[-1]).count.double()
     numbers = {
         "sphere_rejected": ever["sphere"],
@@ -294,6 +315,7 @@ def measure(trial: Trial) -> Found:
         "heavy_tail_dip": dips.mean(-1).min(),
         "clusters_hot": mean_of(hot),
         "clusters_cold": mean_of(cold),
+        "region_low": min(region, default=float("nan")),
         "second_variance": values[-1, 1],
     }
     return Found(
