@@ -72,6 +72,7 @@ TOGETHER = ("test_site.py", "test_package.py", "lens/test_shards.py")
 
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
+    items[:] = [item for item in items if "[other" not in item.name or _on_other_device(item)]
     for item in items:
         if not item.path.is_relative_to(root):
             continue
@@ -126,23 +127,58 @@ ON_EVERY_ENGINE = {
     *("test_filters.py", "test_filter_derivatives.py", "test_filtering_edges.py"),
     *("test_fitting.py", "test_other_packages.py", "test_smoothing.py"),
 }
-ON_NONE = {"test_projection.py", "test_gibbs.py", "test_triton.py"}
+ON_NONE = {"test_projection.py", "test_gibbs.py", "test_triton.py", "test_synchronizations.py"}
+
+
+# Tests that also run on a second device (`other_device.py`), as parts of their names: a few of each
+# area, so that code which assumes the CPU fails somewhere.
+ON_OTHER_DEVICE = {
+    "test_derivatives.py": ("at_once[other-none-F]", "at_once[other-boolean-R", "[other-causal-F"),
+    "test_attend.py": (
+        "removed_key",
+        "garbage_in",
+        "joins_disjoint",
+        "peaked_row",
+        "block_diagonal",
+    ),
+    "test_info_nce.py": ("test_batches_and", "test_third_order", "test_each_anchor", "test_moco"),
+    "test_dense_memory.py": ("stops_by_itself", "so_many_steps", "own_beta"),
+    "test_link.py": ("scipys", "affine_span", "corner_an_edge"),
+    "test_filters.py": (
+        *("up_to_k_steps[other-2", "elements[other-gpb2", "elements[other-imm"),
+        *("single_series[other-gpb2", "forbidden", "singular_noise"),
+    ),
+}
+
+
+def _on_other_device(item):
+    wanted = os.environ.get("CUMULANT_OTHER_DEVICE") == "all"
+    return wanted or any(part in item.name for part in ON_OTHER_DEVICE[item.path.name])
 
 
 def pytest_generate_tests(metafunc):
     path = metafunc.definition.path
-    if (
-        "engine" in metafunc.fixturenames
-        and ON_EVERY_ENGINE & {path.parent.name, path.name}
-        and path.name not in ON_NONE
-    ):
+    if "engine" not in metafunc.fixturenames:
+        return
+    names = [None]
+    if ON_EVERY_ENGINE & {path.parent.name, path.name} and path.name not in ON_NONE:
         names = [name for name, status in engines().items() if status.available]
+    if path.name in ON_OTHER_DEVICE:
+        names = [*names, "other"]
+    if names != [None]:
         metafunc.parametrize("engine", names, indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def engine(request):
-    """The name of the engine that computes, where the tests say one."""
+    """The name of the engine that computes, where the tests say one; "other" is another device."""
     name = getattr(request, "param", None)
-    with contextlib.nullcontext() if name is None else cm.engine(name):
+    context = contextlib.nullcontext()
+    if name == "other":
+        from other_device import moved
+
+        context = moved()
+    elif name is not None:
+        context = cm.engine(name)
+    with context:
         yield name

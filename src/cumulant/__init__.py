@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         sdpa_replaced,
     )
     from cumulant.contrastive import linear_cross_entropy
+    from cumulant.core.checks import value_checks
     from cumulant.core.errors import (
         ConvergenceError,
         GroupError,
@@ -118,6 +119,7 @@ __all__ = [
     "rollout",
     "scaled_dot_product_attention",
     "sdpa_replaced",
+    "value_checks",
 ]
 
 # Everything is imported when it is first asked for: `cumulant --help` does not wait for torch, and
@@ -131,6 +133,7 @@ _HOMES = {
         Attended Received TopKeys attend attend_packed merge rollout scaled_dot_product_attention
         sdpa_replaced""",
     "contrastive": "linear_cross_entropy",
+    "core.checks": "value_checks",
     "core.errors": "ConvergenceError GroupError InputError NoSolutionError UnknownFieldError",
     "core.outcome": "Outcome",
     "derivatives": "DerivativeReport check_derivatives differentiable",

@@ -48,20 +48,24 @@ def _bool_mask():
     return mask
 
 
-# name: (arguments of `attend`, mask for the oracle, does it take a bias?)
-MASKS = {
-    "none": ({}, None, False),
-    "causal": ({"is_causal": True}, band_mask(M, N, upper=0), False),
-    "window": ({"window": (1, 1)}, band_mask(M, N, lower=-1, upper=1), False),
-    "boolean": ({"attn_mask": _bool_mask()}, _bool_mask(), False),
-    "shared": ({"attn_mask": _bool_mask()[1:, 2:]}, _bool_mask()[1:, 2:], False),
-    "additive": ({}, None, True),
-}
+MASKS = ("none", "causal", "window", "boolean", "shared", "additive")
+
+
+def masked(kind):
+    """(arguments of `attend`, mask for the oracle, does it take a bias?)."""
+    return {
+        "none": ({}, None, False),
+        "causal": ({"is_causal": True}, band_mask(M, N, upper=0), False),
+        "window": ({"window": (1, 1)}, band_mask(M, N, lower=-1, upper=1), False),
+        "boolean": ({"attn_mask": _bool_mask()}, _bool_mask(), False),
+        "shared": ({"attn_mask": _bool_mask()[1:, 2:]}, _bool_mask()[1:, 2:], False),
+        "additive": ({}, None, True),
+    }[kind]
 
 
 def functions(kind, names, fields, dtype=DOUBLE, fixed=None):
     """(ours, oracle): maps from the named arguments to the named fields."""
-    options, mask, biased = MASKS[kind]
+    options, mask, biased = masked(kind)
     base = fixed or tensors(dtype)
 
     def split(values):
@@ -98,10 +102,10 @@ MAIN = ("mean", "log_normalizer", "entropy")
 
 
 @pytest.mark.parametrize("word", [w for order in range(4) for w in directions(order)])
-@pytest.mark.parametrize("kind", list(MASKS))
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.usefixtures("small_tiles")
 def test_all_arguments_at_once(word, kind):
-    names = (*ALL, "bias") if MASKS[kind][2] else ALL
+    names = (*ALL, "bias") if masked(kind)[2] else ALL
     assert_agrees(word, kind, names, MAIN)
 
 
@@ -166,7 +170,7 @@ def test_lower_precision(kind, dtype, word):
         assert got[1].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", list(MASKS))
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
     "transform",
     [jacfwd, jacrev, hessian, lambda f: jacfwd(jacfwd(f)), lambda f: jacrev(jacrev(f))],
@@ -196,7 +200,7 @@ def test_vmap(name, word, dim):
     assert_close(*results, 1e-10)
 
 
-@pytest.mark.parametrize("kind", list(MASKS))
+@pytest.mark.parametrize("kind", MASKS)
 def test_plain_dual_numbers_then_backward_twice(kind):
     """torch.autograd.forward_ad without torch.func, differentiated in reverse afterwards."""
     names = ("query", "key", "value")

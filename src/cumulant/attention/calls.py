@@ -10,7 +10,7 @@ from torch import Tensor
 from cumulant.attention.attended import Attended
 from cumulant.attention.inputs import Call, prepare
 from cumulant.attention.sinks import attended
-from cumulant.core.checks import holds
+from cumulant.core.checks import holds_at_once
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
 
@@ -99,5 +99,5 @@ def additive_parts(mask: object) -> tuple[Tensor | None, Tensor | None]:
     if not mask.is_floating_point():
         return mask != 0, None
     seen = mask > -9999
-    bias = None if holds(seen == (mask == 0)) else mask.masked_fill(~seen, 0.0)
-    return (None if holds(seen) else seen), bias
+    bias = None if holds_at_once(seen == (mask == 0)) else mask.masked_fill(~seen, 0.0)
+    return (None if holds_at_once(seen) else seen), bias

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.given import Given, Shard, Window
-from cumulant.core.checks import broadcasts_to, holds
+from cumulant.core.checks import broadcasts_to, holds_at_once
 from cumulant.kernels.tiles import Band
 
 __all__ = ["Pairs", "lowered", "pair_arguments", "pairs_of"]
@@ -134,7 +134,7 @@ def lowered(bias: Tensor) -> tuple[Tensor, Tensor | None]:
         return bias, None
     top = bias.detach().amax(-1, keepdim=True)
     huge = top.isfinite() & (top.abs() > 64)
-    if holds(~huge):
+    if holds_at_once(~huge):
         return bias, None
     lift = torch.where(huge, top, 0.0)
     return bias - lift, lift

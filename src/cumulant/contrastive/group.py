@@ -82,7 +82,8 @@ class Reduce:
         if self.reduction == "none":
             out = loss
         elif not self.group.shared:
-            out = loss.mean() if self.reduction == "mean" else loss.sum()
+            # As a sum, whose gradient repeats one number in memory; that of a mean does not.
+            out = loss.sum() / loss.numel() if self.reduction == "mean" else loss.sum()
         else:
             out = total(loss.sum(), self.group.ranks)
             if self.reduction == "mean":

@@ -11,6 +11,7 @@ from torch import Tensor
 from cumulant.contrastive.call import Call, Reduction, Similarity
 from cumulant.contrastive.group import ContrastiveGroup, Reduce
 from cumulant.contrastive.scores import Scores, both_sides, spread, with_queue
+from cumulant.core.checks import a_step
 from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.renamed import renamed
@@ -169,6 +170,7 @@ class _Loss(NamedTuple):
     scores: Scores
 
 
+@a_step
 def _loss(call: Call, group: ContrastiveGroup) -> _Loss:
     scores, queue, queue_bias, kind = call.checked(group)
     reduce, positive = Reduce(group, call.reduction, kind), scores.positive()
@@ -176,12 +178,12 @@ def _loss(call: Call, group: ContrastiveGroup) -> _Loss:
         loss, normalizer = both_sides(scores, group)
     elif call.in_batch:
         scores = with_queue(scores, queue, queue_bias)
-        normalizer = log_normalizer(scores.arguments())[..., 0]
+        normalizer = log_normalizer(scores.arguments()).squeeze(-1)
         loss = normalizer - positive
     else:  # MoCo: each anchor against its own positive and the queue
         queue = scores.key[..., :0, :] if queue is None else queue  # a rank without anchors
         scores = Scores(scores.query, queue, scores.positives, queue_bias, None, None)
-        rest = log_normalizer(scores.arguments())[..., 0]
+        rest = log_normalizer(scores.arguments()).squeeze(-1)
         normalizer = Pool([positive, rest]).log_normalizer()
         loss = normalizer - positive
     return _Loss(reduce(loss), normalizer, positive, scores)

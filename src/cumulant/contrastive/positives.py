@@ -46,8 +46,8 @@ class Aligned:
     def center(self, key: Tensor) -> Tensor:
         return key[..., self._own(), :]
 
-    def count(self) -> Tensor:
-        return torch.ones(self.anchors)
+    def count(self, device: torch.device) -> Tensor:
+        return torch.ones(self.anchors, device=device)
 
     def reversed(self) -> Aligned:
         return Aligned(self.keys, self.anchors)
@@ -82,7 +82,7 @@ class Listed:
             return rows[..., 0, :]
         return (rows * there[..., None]).sum(-2) / there.sum(-1, keepdim=True)
 
-    def count(self) -> Tensor:
+    def count(self, device: torch.device) -> Tensor:
         return (self.index >= 0).sum(-1)
 
     def reversed(self) -> Listed:
@@ -140,7 +140,7 @@ class Labeled:
             key = key.double()
         batch = functions.broadcast_shapes(key.shape[:-2], self.keys.shape[:-1])
         key = _expand(key, batch, 2)
-        classes = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
+        classes = self._classes()
         at = _expand(self.keys, batch, 1)[..., None]
         sums = key.new_zeros(*batch, classes, key.shape[-1])
         sums = sums.scatter_add(-2, at.expand(key.shape), key)
@@ -166,11 +166,16 @@ class Labeled:
 
     def present(self) -> Tensor:
         """Which anchors have a positive."""
-        return self.count() > 0
+        return self.count(self.keys.device) > 0
 
-    def count(self) -> Tensor:
-        size = int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
-        counts = self.keys.new_zeros((*self.keys.shape[:-1], size))
+    def _classes(self) -> int:
+        """How many labels there are, or a bound where asking would stall a device."""
+        if self.keys.device.type != "cpu":
+            return self.anchors.shape[-1] + self.keys.shape[-1]
+        return int(torch.maximum(self.anchors.max(), self.keys.max())) + 1
+
+    def count(self, device: torch.device) -> Tensor:
+        counts = self.keys.new_zeros((*self.keys.shape[:-1], self._classes()))
         counts = counts.scatter_add(-1, self.keys, torch.ones_like(self.keys))
         others = counts.gather(-1, self.anchors)
         return others - self._own().long() if self.not_self else others
@@ -218,7 +223,7 @@ class Masked:
         key = key[(None,) * (self.mask.ndim - key.ndim)]
         return tile_sum(program, {"mask": self.mask, "key": key, "weight": weight})["center"]
 
-    def count(self) -> Tensor:
+    def count(self, device: torch.device) -> Tensor:
         return self.mask.sum(-1)
 
     def reversed(self) -> Masked:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from cumulant.contrastive.call import Call, Reduction, Similarity
 from cumulant.contrastive.group import ContrastiveGroup, Reduce
-from cumulant.core.checks import require
+from cumulant.core.checks import a_step, require
 from cumulant.core.errors import InputError
 from cumulant.distributed.facts import Facts
 from cumulant.kernels import formulas
@@ -31,6 +31,7 @@ from cumulant.kernels.tiles import Arguments, Named, Program, Result, Tile, tile
 __all__ = ["sigmoid_loss"]
 
 
+@a_step
 def sigmoid_loss(
     query: Tensor,
     key: Tensor,
@@ -88,7 +89,7 @@ def sigmoid_loss(
         )
         named = scores.arguments()
         every = _softplus_rows({**named, "bias": b.expand((1,) * named["query"].ndim)})
-        count = scores.positives.count().to(scores.query.device)
+        count = scores.positives.count(scores.query.device)
         loss = every - count * (scores.positive() + b)
         return Reduce(ranks, reduction, kind)(loss)
 
@@ -112,7 +113,7 @@ def _facts(bias: float | Tensor) -> Facts:
 
 def _one_number(bias: Any, like: Tensor) -> Tensor:
     try:
-        out = bias if isinstance(bias, Tensor) else torch.tensor(float(bias), dtype=torch.float64)
+        out = bias if isinstance(bias, Tensor) else like.new_full((), float(bias))
     except (TypeError, ValueError):
         raise InputError(
             f"sigmoid_loss: bias must be a number, not {type(bias).__name__}."
@@ -122,7 +123,8 @@ def _one_number(bias: Any, like: Tensor) -> Tensor:
             "sigmoid_loss: a tensor bias must be real and have one entry, but is "
             f"{out.dtype} of shape {tuple(out.shape)}."
         )
-    require(out.isfinite(), lambda: f"sigmoid_loss: bias must be finite, not {float(out):g}.")
+    good = out if isinstance(bias, Tensor) else torch.as_tensor(float(bias))
+    require(good.isfinite(), lambda: f"sigmoid_loss: bias must be finite, not {float(out):g}.")
     return out.reshape(()).to(like.device, like.dtype)
 
 

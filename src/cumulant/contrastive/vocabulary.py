@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cumulant.contrastive.call import Reduction
 from cumulant.contrastive.vocabulary_call import Problem, VocabularyCall
-from cumulant.core.checks import holds
+from cumulant.core.checks import a_step, holds
 from cumulant.core.describing import described_fields
 from cumulant.distributed.maps import total
 from cumulant.distributed.ranks import Ranks
@@ -115,6 +115,7 @@ def linear_cross_entropy(
 ) -> LossLseEntropy: ...
 
 
+@a_step
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -214,6 +215,9 @@ def _counting(p: Problem) -> Tensor | None:
 
 def _without_ignored(p: Problem) -> Problem:
     """The same problem without the rows that do not count: nothing is computed for them."""
+    if p.query.device.type != "cpu" and p.soft is None:  # how many count, only the device knows
+        counts = (p.counted > 0).unsqueeze(-1)
+        return replace(p, query=torch.where(counts, p.query, 0.0))
     if p.soft is not None or (at := _counting(p)) is None:
         return p
     here = None if p.here is None else p.here[at]
@@ -245,7 +249,7 @@ def _coefficients(call: VocabularyCall, p: Problem) -> _Coefficients:
     """What the loss of each row is made of, divided by what a mean divides by."""
     eps, w = float(call.label_smoothing), p.weight
     counted, count = p.counted, p.counted.sum()
-    all_classes = p.query.new_tensor(float(p.classes)) if w is None else _total(w.sum(), p)
+    all_classes = p.query.new_full((), float(p.classes)) if w is None else _total(w.sum(), p)
     if p.soft is not None:  # the total weight of the target's classes
         own = _total(p.soft.sum(-1) if w is None else p.soft @ w, p)
         divisor = count

@@ -126,7 +126,7 @@ class VocabularyCall:
         if b is not None:
             b = (b.flatten(1).T if more else b)[..., None, :]
         query = query[None] if more else query
-        cap = None if self.softcap is None else query.new_tensor(float(self.softcap))
+        cap = None if self.softcap is None else query.new_full((), float(self.softcap))
         if b is not None and cap is not None:  # the kernels add a bias after the cap
             query = torch.cat([query, torch.ones_like(query[..., :1])], -1)
             key, b = torch.cat([key, b.mT], -1), None

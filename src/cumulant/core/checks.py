@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +16,17 @@ from torch import Tensor
 from cumulant.core.eager import tracing
 from cumulant.core.errors import InputError
 from cumulant.core.precision import widened
-from cumulant.core.typed import functions, linalg
+from cumulant.core.typed import functions, functorch, linalg
 
 __all__ = [
+    "a_step",
     "broadcast",
     "broadcasts_to",
     "common_shape",
     "finite",
     "generator_of",
     "holds",
+    "holds_at_once",
     "log_masses",
     "numbers",
     "positive",
@@ -31,16 +36,84 @@ __all__ = [
     "row_of",
     "semi_definite",
     "symmetric_definite",
+    "value_checks",
     "whole",
 ]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Whether a training step is running, which must not wait for a device.
+_stepping: ContextVar[bool] = ContextVar("stepping", default=False)
+
+# Conditions to read at the end of `value_checks`, each with the message of its error.
+_deferred: ContextVar[list[tuple[Tensor, Callable[[], str]]] | None] = ContextVar(
+    "deferred", default=None
+)
+
+
+@contextmanager
+def value_checks() -> Generator[None]:
+    """Check the values of inputs on a GPU too: one read at the end of the block.
+
+    Reading a number from a GPU makes the host wait for it. On the CPU losses check the values they
+    are given (a temperature > 0, no zero vectors, no NaN); on any other device they do so only
+    inside this block, which collects all checks and reads them at once when it ends. Shapes, dtypes
+    and numbers given as Python numbers are always checked. docs/attention.md lists the rest.
+
+    Raises:
+        InputError: at the end of the block, the first check that failed.
+
+    >>> import torch, cumulant as cm
+    >>> x = torch.randn(8, 16)  # say, on a GPU
+    >>> with cm.value_checks():
+    ...     loss = cm.contrastive.info_nce(x, x)
+    """
+    found: list[tuple[Tensor, Callable[[], str]]] = []
+    token = _deferred.set(found)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+    if not found:
+        return
+    good = torch.stack([condition for condition, _ in found]).cpu()
+    if not bool(good.all()):
+        raise InputError(found[int(good.long().argmin())][1]())
+
+
+def a_step(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Mark a function of a training step: off the CPU it defers its checks to `value_checks`."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if tracing():
+            return function(*args, **kwargs)
+        token = _stepping.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _stepping.reset(token)
+
+    return call
+
+
+def holds_at_once(condition: Tensor) -> bool | None:
+    """`holds` for shortcuts that are not worth waiting for a device: None off the CPU."""
+    return holds(condition) if condition.device.type == "cpu" else None
+
+
+def _must_wait(condition: Tensor) -> bool:
+    return condition.device.type != "cpu" and _stepping.get()
 
 
 def holds(condition: Tensor) -> bool | None:
     """Whether a condition is true everywhere; None if that cannot be known.
 
-    Inside vmap there is no single answer, and a graph being traced has no values yet.
+    Inside vmap there is no single answer, a graph being traced has no values yet, and a training
+    step does not wait for its device.
     """
-    if tracing():
+    if tracing() or _must_wait(condition):
         return None
     try:
         return bool(condition.all())
@@ -49,8 +122,15 @@ def holds(condition: Tensor) -> bool | None:
 
 
 def require(condition: Tensor, message: Callable[[], str]) -> None:
-    """Raise unless the condition is true everywhere or cannot be evaluated."""
-    if holds(condition) is False:
+    """Raise unless the condition is true everywhere or cannot be evaluated.
+
+    Off the CPU a training step leaves it to `value_checks`.
+    """
+    waiting = _deferred.get()
+    if waiting is not None and not tracing() and _must_wait(condition):
+        if not functorch.is_functorch_wrapped_tensor(condition):
+            waiting.append((condition.detach().all(), message))
+    elif holds(condition) is False:
         raise InputError(message())
 
 

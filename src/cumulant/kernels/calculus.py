@@ -46,7 +46,8 @@ def tiling(options: Options, arguments: Named) -> dict[str, Any]:
     if options.ring is not None:
         return {"ring": options.ring}
     m, n = grid_of(arguments)
-    if min(m, 128) * n > _LARGEST_STRIP and _parts_are_precise(arguments["log_normalizer"]):
+    many = min(m, 128) * n > _LARGEST_STRIP and arguments["query"].device.type == "cpu"
+    if many and _parts_are_precise(arguments["log_normalizer"]):
         return {}
     return {"whole_rows": True, "fixed": _KNOWN}
 
@@ -121,10 +122,17 @@ def _kept_gradient(program: Program, arguments: Named) -> Arguments | None:
         arguments["kept " + r.name].shape != r.shape for r in program.results
     ):
         return None
-    one = seed.reshape(-1)[:1]
-    if not bool((seed == one).all()):
+    one = seed[(slice(1),) * seed.ndim].reshape(1)
+    if not _is_constant(seed):
         return None
     return {r.name: arguments["kept " + r.name] * one for r in program.results}
+
+
+def _is_constant(x: Tensor) -> bool:
+    """Whether all entries are equal: off the CPU only where one number is repeated in memory."""
+    if all(size == 1 or step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        return True
+    return x.device.type == "cpu" and bool((x == x.reshape(-1)[:1]).all())
 
 
 def _curvature(

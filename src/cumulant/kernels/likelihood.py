@@ -153,7 +153,8 @@ class _Likelihood(Function):
             and kept is not None
             and not torch.is_grad_enabled()
         ):
-            made = kept if float(of_loss) == 1 else {n: x.mul_(of_loss) for n, x in kept.items()}
+            one = of_loss.device.type == "cpu" and float(of_loss) == 1
+            made = kept if one else {n: x.mul_(of_loss) for n, x in kept.items()}
         elif of_loss is not None or of_G is not None:
             needed = [n for n, x in zip(ctx.names, ctx.needs_input_grad[4:], strict=True) if x]
             again = torch.is_grad_enabled()

@@ -17,6 +17,7 @@ from cumulant.kernels.calculus import pullback
 from cumulant.kernels.formulas import INDEX, row_sum
 from cumulant.kernels.streaming import Options, grid_of
 from cumulant.kernels.tiles import Arguments, Band, Named, Program, Result, Tile, tile_sum
+from cumulant.kernels.visibility import within
 
 __all__ = ["received", "visible"]
 
@@ -74,16 +75,10 @@ def visible(arguments: Named, options: Options, share: Tensor) -> tuple[Tensor, 
 
 
 def _within(band: Band, n: int, share: Tensor) -> tuple[Tensor, Tensor]:
-    """`visible` for a band alone: differences of indices and of running sums."""
+    """`visible` for a band alone."""
     m = share.shape[-2]
-    i, j = (torch.arange(size, device=share.device) for size in (m, n))
-    start = torch.zeros_like(i) if band.lower is None else (i + band.lower).clamp(0, n)
-    stop = torch.full_like(i, n) if band.upper is None else (i + band.upper + 1).clamp(0, n)
-    keys = (stop - start).clamp_min(0).to(share.dtype).unsqueeze(-1)
-    start = torch.zeros_like(j) if band.upper is None else (j - band.upper).clamp(0, m)
-    stop = torch.full_like(j, m) if band.lower is None else (j - band.lower + 1).clamp(0, m)
-    sums = torch.nn.functional.pad(share.cumsum(-2), (0, 0, 1, 0))
-    return keys, sums[..., torch.maximum(start, stop), :] - sums[..., start, :]
+    turned = Band(*(None if x is None else -x for x in (band.upper, band.lower)))
+    return within(band, m, share.new_ones(n, 1)), within(turned, n, share)
 
 
 def _visible(tile: Tile, a: Arguments) -> Arguments:

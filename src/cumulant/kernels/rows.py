@@ -31,6 +31,8 @@ _BLOCK = 32
 # of 37,000.
 LANCZOS_STEPS = 12
 
+_POWER_STEPS = 8
+
 
 @eager
 @torch.no_grad()
@@ -81,10 +83,10 @@ def summarize(
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
     if spectrum:
         tridiagonal = out.pop("lanczos")
-        # In double precision: not all at once.
-        some = torch.split(tridiagonal.reshape(-1, 2 * steps), 2**14)
+        # In double precision: not all at once. On the host, where asking for each step is free.
+        some = torch.split(tridiagonal.cpu().reshape(-1, 2 * steps), 2**14)
         roots = [largest_root(x[..., :steps], x[..., steps:]) for x in some]
-        out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1)
+        out["leading"] = torch.cat(roots).reshape(*tridiagonal.shape[:-1], 1).to(tridiagonal.device)
     return out
 
 
@@ -186,9 +188,16 @@ def _start(k_nd: Tensor) -> Tensor:
     A small extra component keeps it from being orthogonal to the leading direction.
     """
     square = (k_nd.mT @ k_nd).nan_to_num(0.0, 0.0, 0.0)
-    start = linalg.eigh(square).eigenvectors[..., -1]
-    other = torch.cos(torch.arange(start.shape[-1], device=start.device) ** 2.0).to(start.dtype)
-    start = start + 0.1 * other / linalg.vector_norm(other)
+    other = torch.cos(torch.arange(k_nd.shape[-1], device=k_nd.device) ** 2.0).to(k_nd.dtype)
+    other = other / linalg.vector_norm(other)
+    if k_nd.device.type == "cpu":
+        start = linalg.eigh(square).eigenvectors[..., -1]
+    else:  # the solver would stall the device: a few steps of the power method do
+        start = other.expand(square.shape[:-1])
+        for _ in range(_POWER_STEPS):
+            start = (square @ start.unsqueeze(-1)).squeeze(-1)
+            start = torch.nn.functional.normalize(start, dim=-1)
+    start = start + 0.1 * other
     return start / linalg.vector_norm(start, dim=-1, keepdim=True)
 
 

@@ -29,7 +29,6 @@ from cumulant.kernels.tiles import (
     Tile,
     batch_first,
     has_nan,
-    removes_keys,
     tile_sum,
     walk,
 )
@@ -91,16 +90,21 @@ class _Search(Function):
 def _largest(arguments: Named, options: Options, k: int) -> Largest:
     if options.ring is not None:
         return _around(arguments, options, k)
+    off_host = arguments["query"].device.type != "cpu"
+    if "bias" in arguments and off_host:  # asking below would stall the device
+        return _over_tiles(_bias_as_mask(arguments), options, k)
     found = _compiled(arguments, options) if k == 1 else None
     if found is None:
         found = _over_tiles(arguments, options, k)
-    bias = arguments.get("bias")
-    if bias is not None and removes_keys(arguments, options.band) and has_nan([found.score]):
-        # A key that a bias of -inf hides may hold NaN, and NaN - inf is NaN: a mask is exact.
-        seen = bias != -math.inf
-        mask = arguments["mask"] & seen if "mask" in arguments else seen
-        found = _over_tiles({**arguments, "mask": mask}, options, k)
+    if "bias" in arguments and has_nan([found.score]):
+        found = _over_tiles(_bias_as_mask(arguments), options, k)
     return found
+
+
+def _bias_as_mask(arguments: Named) -> Named:
+    """A key that a bias of -inf hides may hold NaN, and NaN - inf is NaN: a mask is exact."""
+    seen = arguments["bias"] != -math.inf
+    return {**arguments, "mask": arguments["mask"] & seen if "mask" in arguments else seen}
 
 
 def _around(arguments: Named, options: Options, k: int) -> Largest:
@@ -152,13 +156,15 @@ def _on_tile(s_mn: Tensor, k: int) -> Largest:
     """The `k` largest of every row; ties go to the first."""
     if k == 1:
         return Largest(*s_mn.max(-1, keepdim=True))
-    top = s_mn.topk(k)
-    last = top.values[..., -1:]
-    more = ((s_mn >= last).sum(-1, keepdim=True) > k) & (last > -math.inf)
-    if bool(more.any()):  # topk takes any of those that equal the last
-        order = s_mn.sort(dim=-1, descending=True, stable=True)
-        return Largest(order.values[..., :k], order.indices[..., :k])
-    return Largest(*top)
+    if s_mn.device.type == "cpu":
+        top = s_mn.topk(k)
+        last = top.values[..., -1:]
+        more = ((s_mn >= last).sum(-1, keepdim=True) > k) & (last > -math.inf)
+        if not bool(more.any()):
+            return Largest(*top)
+    # topk takes any of those that equal the last
+    order = s_mn.sort(dim=-1, descending=True, stable=True)
+    return Largest(order.values[..., :k], order.indices[..., :k])
 
 
 def best(found: list[Largest], k: int) -> Largest:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cumulant.core.typed import functions, linalg
@@ -19,6 +20,7 @@ from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.tiles import Arguments, Band, Named, Tile, has_nan, removes_keys, walk
+from cumulant.kernels.visibility import marks_seen
 from cumulant.kernels.workspace import Workspace
 
 __all__ = ["EXTRAS", "ORDER", "Options", "forward", "grid_of", "scores_are_small"]
@@ -95,8 +97,11 @@ def grid_of(arguments: Named) -> tuple[int, int]:
 
 
 def scores_are_small(options: Options, arguments: Named) -> bool:
-    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz, so no maximum is subtracted."""
-    if "bias" in arguments:
+    """Whether every |score| is below 32 log 2 by Cauchy-Schwarz, so no maximum is subtracted.
+
+    Off the CPU the answer would cost more than the maximum.
+    """
+    if "bias" in arguments or arguments["query"].device.type != "cpu":
         return False
     if 0 in (arguments["query"].numel(), arguments["key"].numel()):
         return True
@@ -191,11 +196,36 @@ def forward(options: Options, arguments: Named) -> list[Tensor]:
     """(mean, G[, entropy[, *EXTRAS]]) of named arguments, without derivative."""
     if options.ring is not None:
         return _around(options, options.ring, arguments)
-    out = _compiled_forward(options, arguments)
-    if out is None and not options.entropy:
-        out = fused.forward(arguments, options.scale, options.band)
-    out = _stream(options, arguments) if out is None else list(out)
-    if removes_keys(arguments, options.band) and has_nan(out):
+    hides = removes_keys(arguments, options.band)
+    if hides and arguments["query"].device.type != "cpu":
+        return _shielded(options, arguments)
+    out = _computed(options, arguments)
+    if hides and has_nan(out):
         # A hidden key that holds NaN must not reach a row as 0 * NaN: sort it out exactly.
         out = _stream(options, _guarded(arguments))
     return out
+
+
+def _computed(options: Options, arguments: Named) -> list[Tensor]:
+    """By the first engine that supports the call."""
+    out = _compiled_forward(options, arguments)
+    if out is None and not options.entropy:
+        out = fused.forward(arguments, options.scale, options.band)
+    return _stream(options, arguments) if out is None else list(out)
+
+
+def _shielded(options: Options, arguments: Named) -> list[Tensor]:
+    """`forward` without asking the device whether anything is NaN.
+
+    Keys and values that are not finite are replaced by zeros, and rows that see one become NaN: all
+    results of a key, the mean of a value.
+    """
+    bad = {n: ~arguments[n].isfinite().all(-1, keepdim=True) for n in ("key", "value")}
+    clean = {n: x.masked_fill(bad[n], 0.0) if n in bad else x for n, x in arguments.items()}
+    batch = functions.broadcast_shapes(*(x.shape[:-2] for x in bad.values()))
+    marks = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in bad.values()], -1)
+    seen = marks_seen(arguments, options.band, marks.to(arguments["query"].dtype)) > 0
+    key = seen[..., :1]
+    mean, *rest = _computed(options, clean)
+    spoiled = mean.masked_fill(seen.any(-1, keepdim=True), math.nan)
+    return [spoiled, *(x.masked_fill(key, math.nan) for x in rest)]

@@ -105,7 +105,7 @@ class VonMisesFisher(ExponentialFamily):
         area = math.log(2) + half * math.log(math.pi) - math.lgamma(half)
         slack = 1e2 * torch.finfo(torch.float32).eps
         on = (linalg.vector_norm(x, dim=-1) - 1).abs() <= slack
-        return torch.where(on, x.new_tensor(-area), -torch.inf)
+        return torch.where(on, x.new_full((), -area), -torch.inf)
 
     def _distribution(self, theta: Tensor) -> td.Distribution:
         raise InputError("VonMisesFisher: torch has no distribution of this kind.")
