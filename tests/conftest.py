@@ -127,7 +127,10 @@ ON_EVERY_ENGINE = {
     *("test_filters.py", "test_filter_derivatives.py", "test_filtering_edges.py"),
     *("test_fitting.py", "test_other_packages.py", "test_smoothing.py"),
 }
-ON_NONE = {"test_projection.py", "test_gibbs.py", "test_triton.py", "test_synchronizations.py"}
+ON_NONE = {"test_projection.py", "test_gibbs.py", "test_triton.py"} | {
+    "test_synchronizations.py",
+    "test_cuda_plan.py",
+}
 
 
 # Tests that also run on a second device (`other_device.py`), as parts of their names: a few of each

@@ -152,7 +152,7 @@ class Direct(Lazy):
         # E[v^2] - E[v]^2 cancels where a row is peaked: double precision, and values relative to
         # a typical output. Values that are not finite count where they made the mean NaN.
         arguments, mean = self._measure.arguments, self._moments().mean
-        wide = widest(mean.device)
+        wide = widest(mean)
         value = arguments["value"].to(wide)
         center = _typical(mean.to(wide), value)
         if (ring := self._call.options.ring) is not None:  # values meet queries of other ranks
@@ -162,7 +162,8 @@ class Direct(Lazy):
         features = value.shape[-1]
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         given["value"] = torch.cat([value, value * value], -1)
-        both, normalizer, *_ = attention(given, self._measure.options)
+        options = replace(self._measure.options, narrow=None)  # half precision would cancel
+        both, normalizer, *_ = attention(given, options)
         variance = (both[..., features:] - both[..., :features] ** 2).clamp_min(0.0)
         return self._call.finish(
             torch.cat([both[..., :features] + center, variance, normalizer], -1)
@@ -208,7 +209,7 @@ class Direct(Lazy):
 
     def tempered(self, alpha: float) -> Tensor:
         arguments, options = self._measure.arguments, self._measure.options
-        wide = widest(arguments["query"].device)
+        wide = widest(arguments["query"])
         given = {n: x.to(wide) if x.is_floating_point() else x for n, x in arguments.items()}
         value = given.pop("value")[..., :0]
         if alpha == 0.0:
@@ -217,7 +218,7 @@ class Direct(Lazy):
         if alpha == math.inf:
             return self._finish(scores_of(given, options, largest(given, options)))
         given |= {n: alpha * given[n] for n in ("bias", "cap") if n in given}
-        hotter = replace(options, scale=alpha * options.scale)
+        hotter = replace(options, scale=alpha * options.scale, narrow=None)
         return self._call.finish(attention({**given, "value": value}, hotter).log_normalizer)
 
 

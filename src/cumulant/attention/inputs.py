@@ -19,7 +19,7 @@ from cumulant.attention.given import Given, Keywords, Shard, Window, shown
 from cumulant.attention.masks import lowered, pair_arguments, pairs_of
 from cumulant.core.checks import broadcasts_to, common_shape
 from cumulant.core.errors import InputError
-from cumulant.core.precision import widened
+from cumulant.core.precision import HALF, widened
 from cumulant.core.typed import functions
 from cumulant.kernels.attention import Options
 from cumulant.kernels.tiles import Band
@@ -142,7 +142,8 @@ def prepare(
     sink = None
     if given.sink is not None:
         sink = sink_logits(given, (*batch, query.shape[-2]), compute)
-    options = Options(scale, pairs.band, given.dropout_p)
+    narrow = dtype if dtype in HALF else None
+    options = Options(scale, pairs.band, given.dropout_p, narrow=narrow)
     return Call(arguments, options, dtype, lift, sink, groups)
 
 

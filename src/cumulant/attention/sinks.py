@@ -89,7 +89,7 @@ class Sink:
     @property
     def value_moments(self) -> Tensor:
         moments = torch.cat([self._zeros(2 * self.shape[-1]), self.lowered], -1)
-        return moments.to(widest(moments.device))
+        return moments.to(widest(moments))
 
     @property
     def score_max(self) -> Tensor:
@@ -109,7 +109,7 @@ class Sink:
         return share[..., :0, :]
 
     def tempered(self, alpha: float) -> Tensor:
-        logits = self.lowered.to(widest(self._logits.device))
+        logits = self.lowered.to(widest(self._logits))
         return logits if alpha == math.inf else alpha * logits
 
 

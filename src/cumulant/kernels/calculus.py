@@ -112,7 +112,8 @@ def _fused_backward(program: Program, arguments: Named, *, options: Options) -> 
         return None
     if any(arguments[r.name].shape != r.shape for r in program.results):
         return None  # a batch of cotangents for shared arguments
-    return fused.backward(arguments, options.scale, program.band, whole=options.ring is None)
+    whole = options.ring is None
+    return fused.backward(arguments, options.scale, program.band, options.narrow, whole=whole)
 
 
 def _kept_gradient(program: Program, arguments: Named) -> Arguments | None:

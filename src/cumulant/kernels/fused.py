@@ -1,7 +1,7 @@
-"""torch's fused attention on the CPU: the same value and first gradient at torch's own cost.
+"""torch's fused attention: the same value and first gradient at torch's own cost.
 
-Another compiled backend would plug in here: given the arguments, it computes (mean, G) and the
-first gradient of the mean, or returns ``None``, and the tiles of this package do the work.
+The CPU's operator is here, CUDA's are in ``fused_cuda.py``. Given the arguments, a backend computes
+(mean, G) and the first gradient of the mean, or returns ``None``, and the tiles do the work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cumulant.kernels import fused_cuda
 from cumulant.kernels.tiles import Arguments, Band, Named
 
 _CAUSAL = Band(upper=0)
@@ -37,7 +38,7 @@ def _heads(x: Tensor, batch: tuple[int, int]) -> Tensor:
 
 def _plan(arguments: Named, band: Band) -> _Plan | None:
     """The operator's view of the arguments, or ``None`` where it does not apply."""
-    query, key, value = (arguments[n] for n in ("query", "key", "value"))
+    query = arguments["query"]
     if query.device.type != "cpu" or query.dtype not in _DTYPES or "seed" in arguments:
         return None
     if "query_tag" in arguments or "cap" in arguments:
@@ -46,17 +47,10 @@ def _plan(arguments: Named, band: Band) -> _Plan | None:
     if not band.open and (band != _CAUSAL or masked):
         return None
     # The operator needs equal feature sizes, and divides by the sizes it gets.
-    if query.shape[-1] != value.shape[-1] or 0 in (*query.shape, *key.shape):
+    if query.shape[-1] != arguments["value"].shape[-1] or (shared := _sharing(arguments)) is None:
         return None
-    outer, inner = tuple(query.shape[:-2]), tuple(key.shape[:-2])
-    if inner != tuple(value.shape[:-2]):
-        return None
-    if inner == outer:
-        split, groups = max(len(outer) - 1, 0), 1
-    elif len(outer) > 1 and inner == (*outer[:-1], 1):
-        split, groups = len(outer) - 2, outer[-1]
-    else:
-        return None
+    split, groups = shared
+    outer = tuple(query.shape[:-2])
     lead, heads = math.prod(outer[:split]), math.prod(outer[split:])
     bias = None
     if masked:
@@ -73,6 +67,29 @@ def _plan(arguments: Named, band: Band) -> _Plan | None:
     return _Plan((lead, heads), (lead, heads // groups), bias)
 
 
+def _sharing(arguments: Named) -> tuple[int, int] | None:
+    """Where batch dimensions become heads, and how many query heads share one key head."""
+    query, key, value = (arguments[n] for n in ("query", "key", "value"))
+    outer, inner = tuple(query.shape[:-2]), tuple(key.shape[:-2])
+    if 0 in (*query.shape, *key.shape) or inner != tuple(value.shape[:-2]):
+        return None
+    if inner == outer:
+        return max(len(outer) - 1, 0), 1
+    if len(outer) > 1 and inner == (*outer[:-1], 1):
+        return len(outer) - 2, outer[-1]
+    return None
+
+
+def _cuda_heads(arguments: Named) -> fused_cuda.Heads | None:
+    """The layout of a call on CUDA; None if the call is elsewhere, or has none."""
+    query = arguments["query"]
+    if query.device.type != "cuda" or (shared := _sharing(arguments)) is None:
+        return None
+    split, groups = shared
+    outer = query.shape[:-2]
+    return fused_cuda.Heads(math.prod(outer[:split]), math.prod(outer[split:]), groups)
+
+
 def _additive(arguments: Named) -> Tensor:
     """Bias and boolean mask as one additive tensor."""
     bias, mask = arguments.get("bias"), arguments.get("mask")
@@ -81,8 +98,12 @@ def _additive(arguments: Named) -> Tensor:
     return bias if mask is None else torch.where(mask, bias, -math.inf)
 
 
-def forward(arguments: Named, scale: float, band: Band) -> tuple[Tensor, Tensor] | None:
-    """(mean, G) by torch's fused operator."""
+def forward(
+    arguments: Named, scale: float, band: Band, narrow: torch.dtype | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """(mean, G) by torch's fused operator; `narrow` as in `Options`."""
+    if (heads := _cuda_heads(arguments)) is not None:
+        return fused_cuda.forward(arguments, heads, scale, band, narrow)
     plan = _plan(arguments, band)
     if plan is None:
         return None
@@ -170,11 +191,20 @@ def _is_large(common: Tensor, x: Tensor, times: float) -> bool:
     return bool(((1 + times) * common.square().sum(-1) > times * square).any())
 
 
-def backward(arguments: Named, scale: float, band: Band, *, whole: bool = True) -> Arguments | None:
+def backward(
+    arguments: Named,
+    scale: float,
+    band: Band,
+    narrow: torch.dtype | None = None,
+    *,
+    whole: bool = True,
+) -> Arguments | None:
     """Gradients of the mean alone, by torch's fused operator.
 
     `whole` means that these are all keys of each query; otherwise rows of ds need not sum to zero.
     """
+    if (heads := _cuda_heads(arguments)) is not None:
+        return fused_cuda.backward(arguments, heads, scale, band, narrow, whole=whole)
     plan = _plan(arguments, band)
     if plan is None or _loses_digits(arguments):
         return None

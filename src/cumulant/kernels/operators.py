@@ -43,15 +43,26 @@ def attention(options: Options, arguments: Named) -> tuple[Tensor, ...]:
     return out if options.entropy else out[:2]
 
 
-def _flat(options: Options) -> tuple[float, int | None, int | None, float, bool]:
+_Flat = tuple[float, int | None, int | None, float, bool, torch.dtype | None]
+
+
+def _flat(options: Options) -> _Flat:
     band = options.band
-    return options.scale, band.lower, band.upper, options.dropout, options.entropy
+    return (
+        *(options.scale, band.lower, band.upper, options.dropout, options.entropy),
+        options.narrow,
+    )
 
 
 def _options(
-    scale: float, lower: int | None, upper: int | None, dropout: float, entropy: bool
+    scale: float,
+    lower: int | None,
+    upper: int | None,
+    dropout: float,
+    entropy: bool,
+    narrow: torch.dtype | None,
 ) -> Options:
-    return Options(scale, Band(lower, upper), dropout, entropy)
+    return Options(scale, Band(lower, upper), dropout, entropy, narrow=narrow)
 
 
 def _named(names: str, tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -67,8 +78,9 @@ def _attention(
     upper: int | None,
     dropout: float,
     entropy: bool,
+    narrow: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _options(scale, lower, upper, dropout, entropy)
+    options = _options(scale, lower, upper, dropout, entropy, narrow)
     with torch.autocast(tensors[0].device.type, enabled=False):
         out = [x.contiguous() for x in forward(options, _named(names, tensors))]
     return out[0], out[1], out[2] if entropy else out[1].new_empty(0)
@@ -83,6 +95,7 @@ def _(
     upper: int | None,
     dropout: float,
     entropy: bool,
+    narrow: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = _named(names, tensors)
     query, value = given["query"], given["value"]
@@ -104,8 +117,9 @@ def _gradient(
     upper: int | None,
     dropout: float,
     entropy: bool,
+    narrow: torch.dtype | None,
 ) -> list[Tensor]:
-    options = _options(scale, lower, upper, dropout, entropy)
+    options = _options(scale, lower, upper, dropout, entropy, narrow)
     given, cotangents = _named(names, tensors), _named(seeded, seeds)
     out = pullback(options, given, cotangents, tuple(wanted.split(",")))
     return [
@@ -125,6 +139,7 @@ def _(
     upper: int | None,
     dropout: float,
     entropy: bool,
+    narrow: torch.dtype | None,
 ) -> list[Tensor]:
     given = _named(names, tensors)
     return [given[n].new_empty(given[n].shape) for n in wanted.split(",")]
@@ -137,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> Any:
-    made = ORDER if ctx.options[-1] else ORDER[:2]
+    made = ORDER if ctx.options[-2] else ORDER[:2]
     names = (*ctx.names.split(","), *made)
     seeds = {n: g for n, g in zip(made, grads, strict=False) if g is not None}
     needed = [

@@ -33,7 +33,8 @@ ORDER = ("mean", "log_normalizer", "entropy")
 class Options:
     """The fixed options of a call: scale, visible pairs, dropout, whether to compute entropy.
 
-    With a `ring`, keys and values are this rank's, and attention is over those of all ranks.
+    `narrow` is the half precision that the caller's numbers came in, if they did. With a `ring`,
+    keys and values are this rank's, and attention is over those of all ranks.
     """
 
     scale: float = 1.0
@@ -41,6 +42,7 @@ class Options:
     dropout: float = 0.0
     entropy: bool = False
     ring: Ring | None = None
+    narrow: torch.dtype | None = None
 
 
 class _Sums(NamedTuple):
@@ -210,7 +212,7 @@ def _computed(options: Options, arguments: Named) -> list[Tensor]:
     """By the first engine that supports the call."""
     out = _compiled_forward(options, arguments)
     if out is None and not options.entropy:
-        out = fused.forward(arguments, options.scale, options.band)
+        out = fused.forward(arguments, options.scale, options.band, options.narrow)
     return _stream(options, arguments) if out is None else list(out)
 
 

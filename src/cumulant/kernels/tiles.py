@@ -138,6 +138,9 @@ class Program:
 # Longest side of a tile in keys, where there are queries enough to fill it.
 SIDE = 1024
 
+# On a GPU a tile costs its launches and no cache: so many times the pairs.
+_LARGER = 16
+
 
 def _pieces(size: int, length: int) -> list[range]:
     """Split `size` into nearly equal ranges no longer than `length`."""
@@ -185,6 +188,8 @@ def walk(
     batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     if 0 in (*batch, *grid):
         return
+    if next(iter(arguments.values())).device.type != "cpu":
+        area *= _LARGER
 
     def tiles(
         slices: tuple[slice, ...], rows: range, columns: list[range]
