@@ -261,4 +261,4 @@ def test_operators_keep_torchs_rules():
     mask = torch.rand(2, 1, 5, KEYS) > 0.3
     arguments = "query,key,value,mask", [*given, mask], 0.3, None, 1, 0.0
     for entropy_too in (False, True):
-        torch.library.opcheck(torch.ops.cumulant.attention.default, (*arguments, entropy_too))
+        torch.library.opcheck(torch.ops.cumulant.attention.default, (*arguments, entropy_too, None))

@@ -40,6 +40,7 @@ MODELS = {
         "attention_probs_dropout_prob": 0.0,
     },
     "Llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "Qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
 }
 
 
@@ -111,6 +112,18 @@ def test_hugging_face(name):
         assert_equal(ours, derivatives(of_embeddings(fused), x))
     # Llama's eager attention takes its softmax in float32, whatever the model's precision
     for a, b in zip(ours, derivatives(of_embeddings(eager), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_our_implementation_by_name(name):
+    """`attn_implementation="cumulant"` under forward mode and twice differentiated."""
+    cm.lens.register()
+    x = torch.randn(2, 5, 8, dtype=DOUBLE)
+    ours, eager = (hugging_face(name, how, **MODELS[name]) for how in ("cumulant", "eager"))
+    eager.load_state_dict(ours.state_dict())
+    given = derivatives(of_embeddings(ours), x)
+    for a, b in zip(given, derivatives(of_embeddings(eager), x), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
