@@ -115,6 +115,7 @@ def test_public_surface():
         "rollout",
         "scaled_dot_product_attention",
         "sdpa_replaced",
+        "value_checks",
     ]
     for name in cm.__all__:
         assert getattr(cm, name).__doc__
