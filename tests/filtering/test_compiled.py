@@ -8,6 +8,7 @@ import torch
 import cumulant as cm
 from cumulant.filtering import compiled
 from cumulant.filtering.kalman import GaussianBank
+from cumulant.filtering.native import calls
 from cumulant.filtering.recursion import Beliefs
 from cumulant.kernels.engines import engines
 from switching import model, parameters
@@ -211,3 +212,38 @@ def test_what_is_kept_of_a_model_follows_changes_in_place():
         inside = F.filter(m, y).log_likelihood
     assert not F.filter(m, y).log_likelihood.is_inference()
     assert torch.equal(inside, after)
+
+
+@pytest.mark.parametrize("collapse", ["gpb1", "gpb2", "imm", 3])
+def test_the_smoother_agrees_with_the_one_in_square_roots(monkeypatch, collapse):
+    m, y = model(2, 3, 2), series(5, 30, 2)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.2] = torch.nan
+    ran = []
+    original = calls.smoothed
+    monkeypatch.setattr(calls, "smoothed", lambda *a: ran.append(1) or original(*a))
+    found = F.smooth(m, F.filter(m, y, collapse=collapse))
+    assert ran
+    with cm.engine("torch"):
+        expected = F.smooth(m, F.filter(m, y, collapse=collapse))
+    for name in ("mode_probabilities", "transition_probabilities", "mean", "mode_covariances"):
+        a, b = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_singular_state_is_smoothed_in_square_roots(monkeypatch):
+    """The lags of an autoregression are known: no plain inverse."""
+    m, y = F.autoregression(2, regimes=2), series(20, 1)
+    answers = []
+    original = calls.smoothed
+
+    def smoothed(*given):
+        answers.append(original(*given))
+        return answers[-1]
+
+    monkeypatch.setattr(calls, "smoothed", smoothed)
+    found = F.smooth(m, F.filter(m, y))
+    assert answers[0][1].item() == 0
+    assert found.covariance.isfinite().all()
+    # The last state is exactly what was observed, less the mean of the mode.
+    means = y[-1] - m.emission_bias[:, 0]
+    torch.testing.assert_close(found.mode_means[-1, :, 0], means)

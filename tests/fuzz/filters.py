@@ -2,8 +2,8 @@
 
     python tests/fuzz/filters.py --rounds 500 --seed 0
 
-Every field of the posterior, and the gradient of a random combination of them in every parameter
-and the observations, by both. Models have 1 to 4 modes, 0 to 5 states and 1 to 3 observations;
+Every field of the posterior and of the smoother, and the gradient of a random combination of the
+former in every parameter and the observations, by both. Models have 1 to 4 modes, 0 to 5 states and 1 to 3 observations;
 parameters are shared, by mode, by step or by series; some take inputs, some see states exactly.
 In half of the rounds the second derivatives are compared as well.
 """
@@ -25,6 +25,10 @@ FIELDS = (
     *("step_log_likelihood", "mode_probabilities", "predicted_mode_probabilities"),
     *("mean", "covariance", "mode_means", "mode_covariances", "predicted_mean"),
     *("predicted_covariance", "observation_mean", "observation_covariance"),
+)
+SMOOTHED = (
+    *("mode_probabilities", "transition_probabilities", "mean", "covariance", "mode_means"),
+    *("mode_covariances", "initial_mode_probabilities", "initial_mean", "initial_covariance"),
 )
 
 
@@ -113,10 +117,23 @@ def answers(case: Case, engine: str, seed: int, second: bool) -> list[torch.Tens
         return [x.detach() for x in (*out, *(slopes(mixed(first)) if second else ()))]
 
 
+def smoothed(case: Case, engine: str) -> list[torch.Tensor]:
+    """Every field of the smoother."""
+    with cm.engine(engine), torch.no_grad():
+        model = cm.filtering.SwitchingLinearGaussian(**case.given)
+        post = cm.filtering.filter(model, case.y, collapse=case.collapse, inputs=case.inputs)
+        found = cm.filtering.smooth(model, post)
+        return [getattr(found, name) for name in SMOOTHED]
+
+
 def once(seed: int) -> float:
     """The largest difference of a round, relative to the size of what differs."""
     case, second = draw(seed), seed % 2 == 0
-    pairs = zip(*(answers(case, e, seed, second) for e in ("torch", "native")), strict=True)
+    engines = ("torch", "native")
+    pairs = [
+        *zip(*(answers(case, e, seed, second) for e in engines), strict=True),
+        *zip(*(smoothed(case, e) for e in engines), strict=True),
+    ]
     worst = 0.0
     for a, b in pairs:
         if a.numel():

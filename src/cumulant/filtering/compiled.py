@@ -72,7 +72,8 @@ def run_compiled(bank: GaussianBank, scheme: Scheme, belief: Belief, *, alike: b
     if totals.requires_grad:  # whoever asks first may do so without gradients
         return Run(Beliefs(pieces()), (totals,), (predicted,))
     source = partial(_moments, plan, given, beliefs, batch)
-    return Run(Beliefs(pieces, source), (totals,), (predicted,))
+    back = partial(_smoothed, plan, given, beliefs, batch, bank.dtype)
+    return Run(Beliefs(pieces, source, back), (totals,), (predicted,))
 
 
 def _found(plan: Plan, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -89,6 +90,26 @@ def _moments(
     """Moments over all modes and histories, ``(*batch, T, ...)``."""
     found = calls.moments(plan, given, beliefs)
     return {name: x.reshape(*batch, *x.shape[1:]) for name, x in found.items()}
+
+
+def _smoothed(
+    plan: Plan,
+    given: Sequence[Tensor],
+    beliefs: Sequence[Tensor],
+    batch: torch.Size,
+    dtype: torch.dtype,
+) -> tuple[Beliefs, tuple[Tensor, ...]] | None:
+    """Smoothed beliefs and the log-weights of pairs; None if plain covariances do not suffice."""
+    (*found, pairs), digits = calls.smoothed(plan, given, beliefs)
+    if not _good(digits, found[0]):
+        return None
+    each: list[Tensor] = []
+    begin, M = 0, plan.modes
+    for G, times in _runs(plan.histories[:-1]):
+        part = pairs.narrow(1, begin, times * G * M * M).reshape(*batch, times, G * M, M)
+        each += part.to(dtype).unbind(len(batch))
+        begin += times * G * M * M
+    return Beliefs(_pieces(plan, found, batch, dtype)), tuple(each)
 
 
 def total_compiled(

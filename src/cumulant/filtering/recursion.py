@@ -81,15 +81,17 @@ class Beliefs(Sequence[Belief]):
         pieces: log-weights ``(*batch, steps, G, M)`` and messages alike; beliefs of one piece have
             as many histories. Or a function that returns them, called when they are needed.
         moments: where the compiled recursion made them, computes moments over all histories.
+        smoothed: likewise, beliefs given all observations, and log-weights of pairs of modes.
     """
 
     def __init__(
         self,
         pieces: Sequence[Belief] | Callable[[], Sequence[Belief]],
         moments: Callable[[], dict[str, Tensor]] | None = None,
+        smoothed: Callable[[], tuple[Beliefs, tuple[Tensor, ...]] | None] | None = None,
     ) -> None:
         self._given = pieces
-        self.moments = moments
+        self.moments, self.smoothed = moments, smoothed
 
     @cached_property
     def pieces(self) -> tuple[Belief, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from cumulant.filtering.frames import Labels, ModeNames, frame, state_columns
 from cumulant.filtering.model import SwitchingLinearGaussian, gaussian_model
 from cumulant.filtering.moments import symmetric
 from cumulant.filtering.posterior import Posterior, gaussian_posterior, over_time, whole
-from cumulant.filtering.recursion import Belief
+from cumulant.filtering.recursion import Belief, Beliefs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ class Smoothed(Lazy):
     =============================== ======================== ====================================
     """
 
-    beliefs: tuple[Belief, ...]
+    beliefs: Sequence[Belief]
     pairs: tuple[Tensor, ...]
     dtype: torch.dtype
     labels: Labels | None = None
@@ -174,12 +174,15 @@ def smooth(model: SwitchingLinearGaussian, post: Posterior) -> Smoothed:
         model, post = _with_variance(model, post)
         post = post if labels is None else post.labeled(labels)
     log_weights, message = post.beliefs[-1]
+    dtype, names = post.observations[0].dtype, getattr(model, "names", None)
+    if isinstance(post.beliefs, Beliefs) and post.beliefs.smoothed is not None:
+        known = post.beliefs.smoothed()
+        if known is not None:
+            return Smoothed(*known, dtype, post.labels, names)
     beliefs, pairs = [Belief(log_weights, message[:2])], list[Tensor]()
     for pair, belief in backward(post):
         pairs.append(pair.log_weights)
         beliefs.append(belief)
-    dtype = post.observations[0].dtype
-    names = getattr(model, "names", None)
     return Smoothed(tuple(beliefs[::-1]), tuple(pairs[::-1]), dtype, post.labels, names)
 
 

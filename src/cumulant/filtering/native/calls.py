@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cumulant.kernels.native.library import Kernel, library
 
-__all__ = ["Plan", "curvature", "gradient", "moments", "value"]
+__all__ = ["Plan", "curvature", "gradient", "moments", "smoothed", "value"]
 
 # The numbers are those of `Given` and `Found` in recursion.hpp. Shapes behind (series, steps):
 GIVEN = (
@@ -130,6 +130,20 @@ def moments(plan: Plan, given: Sequence[Tensor], beliefs: Sequence[Tensor]) -> d
     out = [given[0].new_empty(plan.series, plan.steps, *shape) for shape in shapes]
     _run("filter_moments", plan, given, [None, None, *beliefs], to=out)
     return dict(zip(MOMENTS, out, strict=True))
+
+
+def smoothed(
+    plan: Plan, given: Sequence[Tensor], beliefs: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Smoothed beliefs, laid out as those of the filter, and pairs (history, next mode) by step.
+
+    Also, for each series, 1 if covariances have enough digits for it, else 0.
+    """
+    digits = given[0].new_zeros(plan.series)
+    pairs = sum(plan.histories[:-1]) * plan.modes**2
+    out = [*(torch.empty_like(x) for x in beliefs), given[0].new_empty(plan.series, pairs)]
+    _run("filter_smooth", plan, given, [None, None, *beliefs, digits], to=out)
+    return out, digits
 
 
 def _room(plan: Plan, given: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -2,6 +2,7 @@
 #include "digits.hpp"
 #include "moments.hpp"
 #include "recursion.hpp"
+#include "smoother.hpp"
 
 using namespace filtering;
 
@@ -112,6 +113,11 @@ template <class S, class N, class O> static void backward_pass(const Task& z, co
 
 template <class S, class N, class O> static void moments_pass(const Task& z, const Place& at, Arena& arena) { Summary<S, N, O>(z, at, arena).run(); }
 
+static void smoother_pass(const Task& z, const Place& at, Arena& arena) {
+  const bool fine = Smoother(z, at, arena).run();
+  z.found[DIGITS].data[at.first * z.found[DIGITS].series] = fine;
+}
+
 template <class S> static void all(const Task& z, void (*pass)(const Task&, const Place&, Arena&)) {
   constexpr int width = Memory<S>::width;
   run_tasks((z.series + width - 1) / width, z.threads, z.failed, [&](int64_t task, Arena& arena) {
@@ -157,6 +163,8 @@ static void backward(const Task& z) { few(z) ? EVERY_SIZE(backward_pass, double)
 static void summary(const Task& z) { few(z) ? EVERY_SIZE(moments_pass, double) : all<Lanes>(z, moments_pass<Lanes, int, int>); }
 static void along(const Task& z) { all<Dual<Lanes>>(z, backward_pass<Dual<Lanes>, int, int>); }
 
+static void smooth(const Task& z) { all<double>(z, smoother_pass); }
+
 static int answer(const int64_t* words, void (*kernel)(const Task&)) {
   try {
     Task z;
@@ -169,5 +177,6 @@ static int answer(const int64_t* words, void (*kernel)(const Task&)) {
 #define API extern "C" __attribute__((visibility("default")))
 API int cumulant_filter(const int64_t* words, double, double) { return answer(words, forward); }
 API int cumulant_filter_moments(const int64_t* words, double, double) { return answer(words, summary); }
+API int cumulant_filter_smooth(const int64_t* words, double, double) { return answer(words, smooth); }
 API int cumulant_filter_gradient(const int64_t* words, double, double) { return answer(words, backward); }
 API int cumulant_filter_curvature(const int64_t* words, double, double) { return answer(words, along); }
