@@ -3,8 +3,9 @@
     python tests/fuzz/filters.py --rounds 500 --seed 0
 
 Every field of the posterior and of the smoother, and the gradient of a random combination of the
-former in every parameter and the observations, by both. Models have 1 to 4 modes, 0 to 5 states and 1 to 3 observations;
-parameters are shared, by mode, by step or by series; some take inputs, some see states exactly.
+former in every parameter and the observations, by both. Models have 1 to 4 modes, 0 to 5 states and
+1 to 3 observations; parameters are shared, by mode, by step or by series; some take inputs, some
+see states exactly.
 In half of the rounds the second derivatives are compared as well.
 """
 
