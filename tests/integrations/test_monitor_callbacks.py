@@ -8,6 +8,7 @@ import math
 import lightning
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -44,6 +45,23 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
+class Small(nn.Module):
+    """Two layers of one head: quick to compile."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner = nn.Embedding(WORDS, 8), nn.Linear(8, 24)
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for _ in range(2):
+            q, k, v = (y.unsqueeze(1) for y in self.inner(F.dropout(x, 0.2)).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        logits = (x @ self.embedding.weight.T).flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, labels.flatten())}
+
+
 def texts(count=32):
     ids = torch.randint(1, WORDS, (count, 10), generator=torch.Generator().manual_seed(2))
     return [{"input_ids": x, "labels": x} for x in ids]
@@ -55,7 +73,7 @@ def texts(count=32):
 def run_trainer(folder, *, every=None, **options):
     """A trainer after six steps, and its monitor if it has one."""
     torch._dynamo.reset()
-    model = gpt2()
+    model = Small() if options.get("torch_compile") else gpt2()
     given = {"per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 1} | options
     args = TrainingArguments(
         str(folder), seed=1, use_cpu=True, disable_tqdm=True, save_strategy="no", **given
@@ -85,7 +103,7 @@ def logged(trainer):
         {},
         {"gradient_accumulation_steps": 2},
         {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 3},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3},
     ],
     ids=["plain", "accumulated", "checkpointed", "compiled"],
 )
@@ -97,7 +115,8 @@ def test_the_trainer_logs_figures_and_trains_as_without(tmp_path, options):
         assert torch.equal(p, q)
     steps = [s for s in (0, 2, 4) if s < trainer.state.max_steps]
     table = monitor.table()
-    assert table.groupby("step").size().to_dict() == dict.fromkeys(steps, 4)
+    heads = 2 if options.get("torch_compile") else 4
+    assert table.groupby("step").size().to_dict() == dict.fromkeys(steps, heads)
     found = logged(trainer)
     assert sorted(found) == [s + 1 for s in steps]  # steps done when the figures are logged
     assert all(names >= SCALARS for names in found.values())
