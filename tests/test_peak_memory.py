@@ -52,6 +52,9 @@ def run(leaves, tangents, seed):
         sink = leaves[0][..., 0]  # of each query
         a = cm.attend(*leaves, sink=sink, softcap=5.0, is_causal=True)
         torch.autograd.grad(a.mean.sum() + a.entropy.sum(), leaves)
+    elif kind in ("relu2", "elu1"):
+        out = cm.nn.similarity(kind)(*leaves, is_causal=True)
+        torch.autograd.grad(out.sum(), leaves)
     elif kind == "half":
         cm.attend(halves[0][..., :64, :], halves[-1]).mean
 
@@ -92,6 +95,13 @@ def test_a_sink_of_each_query_takes_no_matrix():
 def test_received_mass_and_top_keys_take_no_matrix(kind):
     """Values and gradients; eager attention would hold several matrices of 1024 MB."""
     assert growth(kind, 16384) < 256
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")
+@pytest.mark.parametrize("kernel", ["relu2", "elu1"])
+def test_other_kernels_take_no_matrix(kernel):
+    """Value and gradient; one matrix of scores would be 256 MB."""
+    assert growth(kernel, 8192) < 96
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads VmHWM, which only Linux reports")

@@ -106,6 +106,12 @@ _BENCHES = {
 
         Needs filterpy and statsmodels. About three minutes; --quick takes half a minute.""",
     ),
+    "study": (
+        "What training costs",
+        """A training step of our transformer against the same model on torch's attention.
+
+        Other kernels beside it. About a minute; --quick takes ten seconds.""",
+    ),
     "lens": (
         "What the lens costs",
         """The lens against a model's forward pass and against eager attention with its weights.

@@ -51,16 +51,24 @@ def _levels() -> list[str]:
     return [build for _, build in builds[able[0] if able else len(builds) - 1 :]]
 
 
-@cache
 def library() -> Library:
     """The best build for this machine; from the folder CUMULANT_NATIVE names, if it is set.
 
     Raises:
         Missing: none was built, or none can be loaded.
     """
+    found = _found()
+    if isinstance(found, str):
+        raise Missing(found)
+    return found
+
+
+@cache
+def _found() -> Library | str:
+    """The build, or why there is none; kept, because every call of attention asks."""
     folder = os.environ.get("CUMULANT_NATIVE", str(Path(__file__).parent))
     if folder == "0":
-        raise Missing("CUMULANT_NATIVE=0 is set")
+        return "CUMULANT_NATIVE=0 is set"
     told: list[str] = []
     for build in _levels():
         path = Path(folder) / f"_engine_{build}.so"
@@ -79,7 +87,7 @@ def library() -> Library:
         handle.cumulant_use_pool.argtypes = (ctypes.c_void_p,)
         handle.cumulant_use_pool(pool)
         return Library(build, handle)
-    raise Missing("; ".join(told) + " (install with a C++ compiler at hand)")
+    return "; ".join(told) + " (install with a C++ compiler at hand)"
 
 
 def _is_stale(handle: ctypes.CDLL) -> bool:

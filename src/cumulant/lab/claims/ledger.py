@@ -43,6 +43,7 @@ def claims() -> dict[str, Claim]:
     """Every claim by its id: T1 to T42, then the systems by name.
 
     Each is a module with `CLAIM`, the data, `measure`, the experiment, and `draw`, its picture.
+    Recorded studies follow, each of which says its claim in its own file.
     """
     found: dict[str, Claim] = {}
     for folder in FOLDERS:
@@ -51,6 +52,8 @@ def claims() -> dict[str, Claim]:
             module = import_module(f"{package.__name__}.{name}")
             claim = replace(module.CLAIM, measure=module.measure, draw=module.draw)
             found[claim.id] = claim
+    for made in import_module("cumulant.lab.studies.claiming").study_claims():
+        found[made.claim.id] = replace(made.claim, measure=made.measure, draw=made.draw)
     return found
 
 

@@ -29,7 +29,9 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "variants": dict,
     "rules": list,
     "quick": dict,
+    "claim": dict,
 }
+_CLAIM = ("statement", "source", "formula", "finding", "quantity")
 _FORMS = ("statement", "correction", "control", "noted")
 
 
@@ -123,6 +125,8 @@ class _Reader:
         if {*tuning.seeds} & {*seeds} and tuning.steps:
             self._wrong("tuning", "seeds", "the search must not use the seeds of the final runs")
         rules = tuple(self._rule(x, variants) for x in content.get("rules", ()))
+        claim: dict[str, str] = content.get("claim", {})
+        self._keys(claim, _CLAIM, "claim")
         return Study(
             self.path.stem,
             content["title"],
@@ -135,6 +139,7 @@ class _Reader:
             tuning,
             rules,
             quick,
+            claim,
         )
 
     def _settings(

@@ -87,7 +87,8 @@ def load(path: Path, study: Study) -> Results:
     if named != study.name:
         raise InputError(f"{printable(path)} is of {named!r}, not of {study.name!r}.")
     made = ("study", "verdict", "rules", "table", "runs")
-    return Results(study, runs, {n: x for n, x in content.items() if n not in made})
+    about = {n: x for n, x in content.items() if n not in made}
+    return Results(study, runs, {**about, "recorded": content["verdict"]})
 
 
 def _run(study: Study, row: dict[str, Any]) -> Run:

@@ -94,7 +94,8 @@ class Study:
         variants: what each changes.
         tuning: the search.
         rules: what decides.
-        quick: what ``--quick`` changes: settings, seeds, tuning, variants.
+        quick: what ``--quick`` changes: settings, seeds, tuning.
+        claim: what the ledger says of it, once its runs are recorded; see `claiming.py`.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Study:
     tuning: Tuning = Tuning()
     rules: tuple[Judged, ...] = ()
     quick: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    claim: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def quickly(self) -> Study:
         """The same machinery on a problem too small to decide anything."""

@@ -1,0 +1,51 @@
+"""Recorded studies: full runs that come with the library, for the ledger and the docs.
+
+``python -m cumulant.lab.studies.recording FOLDER``, from the root of the repository, takes up a
+finished folder of ``cumulant study``: its numbers go into ``recorded/``, its page, curves and
+figure into ``docs/studies/``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from shutil import copyfile
+
+from cumulant.core.files import make_folder, write_file
+from cumulant.lab.studies.reading import read
+from cumulant.lab.studies.results import Results, load, markdown
+
+__all__ = ["page", "record", "recorded"]
+
+FOLDER = Path(__file__).parent / "recorded"
+
+
+def recorded() -> dict[str, Results]:
+    """The recorded studies by name, without curves."""
+    return {x.stem: load(x, read(x.stem)) for x in sorted(FOLDER.glob("*.json"))}
+
+
+def page(results: Results) -> str:
+    """The page of a recorded study; it follows from the recorded runs."""
+    name = results.study.name
+    picture = f"\n![Curves of the study: {results.study.title}]({name}.png)\n"
+    files = f"\nThe curves of all runs: [{name}.parquet]({name}.parquet).\n"
+    return markdown(results) + picture + files
+
+
+def record(folder: Path, docs: Path) -> str:
+    """Take up the results in a folder of `cumulant study`; returns the study's name."""
+    name = folder.name
+    results = load(folder / "results.json", read(name))
+    make_folder(FOLDER)
+    copyfile(folder / "results.json", FOLDER / f"{name}.json")
+    make_folder(docs)
+    write_file(docs / f"{name}.md", page(results))
+    for suffix in ("parquet", "png"):
+        copyfile(folder / f"curves.{suffix}", docs / f"{name}.{suffix}")
+    return name
+
+
+if __name__ == "__main__":
+    for given in sys.argv[1:]:
+        record(Path(given), Path("docs/studies"))
