@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
+from rich.table import Table
 
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.progress import Progress
 from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
 from cumulant.lab.claims.ledger import select
-from cumulant.lab.claims.record import LEDGER, Keeper, keeper, measured, outcome, tally
+from cumulant.lab.claims.record import LEDGER, Keeper, bound, keeper, measured, outcome, tally
 
 STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
 
@@ -50,7 +51,7 @@ def claims(
 
     \b
     cumulant claims --quick              all of them, in a minute
-    cumulant claims --only T14 --only simclr
+    cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
     cumulant claims -o ledger/           with figures and a page; a few minutes
     cumulant claims --json | jq '.claims[] | {id, verdict}'
@@ -76,7 +77,7 @@ def claims(
                     progress(Progress(i, len(chosen), f"{claim.id}: {claim.title}"))
                     row = keep.run(claim)
                     if not as_json:
-                        _tell(progress.console, shown, row)
+                        _tell(progress.console, shown, row, numbers=bool(names))
         except KeyboardInterrupt:
             typer.echo(f"cumulant: interrupted; {_left(keep, output)}", err=True)
             raise typer.Exit(130) from None
@@ -99,8 +100,8 @@ def _left(keep: Keeper, output: Path | None) -> str:
     return f"{done}; run the same command again to resume"
 
 
-def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
-    """Print one claim's verdict, above the progress bar if there is one."""
+def _tell(above: Console, shown: Console, row: dict[str, Any], *, numbers: bool) -> None:
+    """Print one claim's verdict, above the progress bar if there is one; asked for, its numbers."""
     console = above if above.is_terminal and shown.is_terminal else shown
     said = outcome(row)
     style = STYLES.get(said, "red")
@@ -108,6 +109,18 @@ def _tell(above: Console, shown: Console, row: dict[str, Any]) -> None:
     console.print(head)
     said = row["crash"] or row["not_run"] or row["finding"]
     console.print(Padding(escape(said), (0, 0, 0, 6)), style="dim")
+    if not numbers or not row["numbers"]:
+        return
+    table = Table("number", "measured", "should be", "speaks for", box=None, padding=(0, 2, 0, 0))
+    for x in row["numbers"]:
+        form = "" if x["form"] == "noted" else x["form"]
+        table.add_row(escape(f"{x['says']} ({x['name']})"), measured(x), bound(x), form)
+    console.print(Padding(table, (1, 0, 0, 6)))
+    for head, words in (("Bounds", row["bounds"]), ("Correction", row["correction"])):
+        if words:
+            console.print(Padding(f"[bold]{head}.[/bold] {escape(words)}", (1, 0, 0, 6)))
+    where = f"{row['source']}; experiment {row['experiment']}"
+    console.print(Padding(escape(where), (1, 0, 1, 6)), style="dim")
 
 
 def _end(
@@ -133,7 +146,7 @@ def _end(
         why = row["crash"] or "; ".join(f"{x['name']} is {measured(x)}" for x in failed)
         typer.echo(
             f"cumulant: {row['id']} departs from its recorded verdict, {row['recorded']}: "
-            f"{row['verdict']} ({why})",
+            f"{row['verdict']}" + (f" ({why})" if why else ""),
             err=True,
         )
     if departed:

@@ -56,6 +56,9 @@ class Similarity:
     floor: float = 0.0
     per_key: bool = False
 
+    def __repr__(self) -> str:
+        return f"Similarity({self.name!r})"
+
     def __call__(
         self,
         query: Tensor,

@@ -33,7 +33,16 @@ from cumulant.lab.claims.claim import (
     verdict,
 )
 
-__all__ = ["Entry", "claims", "lacking", "plain_number", "run", "select", "sources"]
+__all__ = [
+    "Entry",
+    "claims",
+    "experiment_file",
+    "lacking",
+    "plain_number",
+    "run",
+    "select",
+    "sources",
+]
 
 FOLDERS = ("theory", "systems")
 
@@ -139,12 +148,19 @@ class Entry:
             "formula": about.formula,
             "systems": list(about.systems),
             "tests": list(about.tests),
+            "experiment": experiment_file(about),
             "numbers": numbers,
             "caption": None if self.picture is None else self.picture.caption,
             "seconds": round(self.seconds, 3),
             "crash": self.crash,
             "not_run": self.not_run,
         }
+
+
+def experiment_file(claim: Claim) -> str:
+    """Where the experiment stands, from the root of the repository; "" if it has none."""
+    module = getattr(claim.measure, "__module__", "")
+    return f"src/{module.replace('.', '/')}.py" if module.startswith("cumulant.") else ""
 
 
 def plain_number(x: Measured) -> dict[str, Any]:

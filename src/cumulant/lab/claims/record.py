@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -224,9 +225,14 @@ def _section(row: Row) -> list[str]:
             lines += ["", f"*Bounds.* {row['bounds']}"]
     if row["caption"]:
         lines += ["", f"![{row['caption']}]({FIGURES}/{row['id']}.svg)", "", f"*{row['caption']}*"]
+    where = [f"Run it again: `cumulant claims --only {row['id']}`."]
+    if row.get("experiment"):
+        where.append(f"Experiment: `{row['experiment']}`.")
+    if re.fullmatch(r"T\d+", row["id"]):
+        where.append(f"Derivation: [theory.md](../theory.md#{row['id'].lower()}).")
     if row["tests"]:
-        lines += ["", f"Law: {', '.join(f'`{path}`' for path in row['tests'])}."]
-    return lines
+        where.append(f"Law: {', '.join(f'`{path}`' for path in row['tests'])}.")
+    return [*lines, "", " ".join(where)]
 
 
 def cell(text: str) -> str:

@@ -70,6 +70,9 @@ class Shown:
     finding: str
     systems: str
     tests: list[str]
+    experiment: str
+    theory: str
+    again: str
     numbers: list[Number]
     figure: str
     caption: str
@@ -104,6 +107,9 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         finding=powers(str(row["finding"] or "")),
         systems=", ".join(map(str, row["systems"])),
         tests=[str(path) for path in row["tests"]],
+        experiment=str(row.get("experiment", "")),
+        theory=f"docs/theory.md#{str(row['id']).lower()}" if _is_theory(row["id"]) else "",
+        again=f"cumulant claims --only {row['id']}",
         numbers=[worded(x) for x in row["numbers"]],
         figure=drawing(figure, str(row["id"]), caption) if figure else "",
         caption=caption,
@@ -112,6 +118,11 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         trouble=str(row["crash"] or row["not_run"] or ""),
         seconds="under 0.01 s" if row["seconds"] < 0.01 else f"{number(row['seconds'], 2)} s",
     )
+
+
+def _is_theory(name: object) -> bool:
+    """Whether a claim has a section of its own in the theory: T14 has, simclr has none."""
+    return re.fullmatch(r"T\d+", str(name)) is not None
 
 
 def worded(x: Mapping[str, Any]) -> Number:
