@@ -36,8 +36,8 @@ def test_in_the_interpreter(file, tmp_path):
 @pytest.mark.parametrize(
     ("target", "dtype", "width"),
     [
-        ("cuda:80", torch.float32, 128),
-        ("cuda:90", torch.float16, 64),
+        ("cuda:80", torch.float32, 256),
+        ("cuda:90", torch.float16, 128),
         ("hip:gfx942", torch.float32, 64),
     ],
 )
@@ -62,9 +62,10 @@ def test_a_tile_that_is_too_large_is_noticed():
 
 def test_the_table_has_a_tile_for_everything():
     for target in TARGETS:
-        for width in (16, 32, 64):
-            for kernel in KERNELS:
-                assert candidates(kernel, width, torch.float32, target, pairs=True)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for width in (16, *WIDTHS) if dtype == torch.float32 else (64, 128):
+                for kernel in KERNELS:
+                    assert candidates(kernel, width, dtype, target, pairs=True)
     single = [b for k in KERNELS for b in candidates(k, 64, torch.float32, "cuda:80")]
     assert {b.precision for b in single} <= {"tf32x3", "ieee"}  # never plain TF32
     assert candidates("forward", 64, torch.float16, None) == ()
