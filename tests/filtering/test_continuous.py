@@ -1,5 +1,6 @@
 """Steps of continuous-time dynamics at unequal intervals, against closed forms."""
 
+import pandas as pd
 import pytest
 import torch
 
@@ -73,3 +74,29 @@ def test_what_does_not_fit(change, match):
     given = {"drift": torch.eye(2), "diffusion": torch.eye(2), "intervals": torch.ones(3)} | change
     with pytest.raises(cm.InputError, match=match):
         F.discretize(**given)
+
+
+def test_intervals_of_time_stamps():
+    days = pd.to_datetime(["2024-02-28 00:00", "2024-03-01 00:00", "2024-03-01 12:00"])
+    under = pd.Series([1.0, 2.0, 3.0], index=days)
+    expected = torch.tensor([0.0, 2.0, 0.5], dtype=torch.float64)  # 2024 has a 29th of February
+    for times in (days, days.tz_localize("UTC"), under, days.to_numpy()):
+        torch.testing.assert_close(F.intervals(times), expected)
+    assert F.intervals(days, unit="hours", first=3.0).tolist() == [3.0, 48.0, 12.0]
+    quarters = pd.period_range("2023Q4", periods=2, freq="Q")
+    assert F.intervals(quarters).tolist() == [0.0, 92.0]
+    assert F.intervals([1.0, 1.5, 4.0]).tolist() == [0.0, 0.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (pd.to_datetime(["2024-01-02", "2024-01-01"]), "sort them first"),
+        (pd.to_datetime(["2024-01-02", None]), "none missing"),
+        (["yesterday", "today"], "dates or numbers"),
+        ([], "one or more"),
+    ],
+)
+def test_times_that_are_none(times, said):
+    with pytest.raises(cm.InputError, match=said):
+        F.intervals(times)

@@ -2,7 +2,7 @@
 
 from cumulant.filtering.attention_imm import AttentionMessages, attention_as_imm
 from cumulant.filtering.conjugate import SwitchingConjugate
-from cumulant.filtering.continuous import Discretized, discretize
+from cumulant.filtering.continuous import Discretized, discretize, intervals
 from cumulant.filtering.doubly_stochastic import sinkhorn, sinkhorn_attention
 from cumulant.filtering.filters import filter, update
 from cumulant.filtering.fitting import Fit, fit
@@ -64,6 +64,7 @@ __all__ = [
     "filter",
     "fit",
     "forecast",
+    "intervals",
     "local_level",
     "local_linear_trend",
     "most_likely_path",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulant.core.checks import finite, numbers, require
+from cumulant.core.checks import finite, numbers, real, require
 from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg
+from cumulant.filtering.frames import is_pandas
 from cumulant.filtering.model_checks import semi_definite, sized
 
-__all__ = ["Discretized", "discretize"]
+__all__ = ["Discretized", "discretize", "intervals"]
 
 
 class Discretized(NamedTuple):
@@ -87,3 +90,56 @@ def discretize(
     W = forward[..., :n, :n]
     Q = W @ linalg.matrix_exp(noise * steps)[..., :n, n:]
     return Discretized(W, (Q + Q.mT) / 2, forward[..., :n, n])
+
+
+# Nanoseconds of each unit.
+UNITS = {"seconds": 1e9, "minutes": 6e10, "hours": 3.6e12, "days": 8.64e13, "weeks": 6.048e14}
+
+
+def intervals(times: object, unit: str = "days", *, first: float = 0.0) -> Tensor:
+    """The time before each observation since the one before it, from time stamps.
+
+    Args:
+        times: a pandas index of dates, a Series or DataFrame with such an index, or numpy dates;
+            numbers are times in any unit, and are taken as they are.
+        unit: ``"seconds"``, ``"minutes"``, ``"hours"``, ``"days"`` or ``"weeks"``.
+        first: the time from the start of the model to the first observation. With 0, the initial
+            mean and covariance hold at the first observation.
+
+    Returns:
+        ``(T,)``, for `discretize` or ``step=`` of a ready model.
+
+    Raises:
+        InputError: times that fall, are missing, or are neither dates nor numbers.
+
+    >>> import numpy as np, cumulant as cm
+    >>> dates = np.array(["2024-01-01", "2024-01-02", "2024-01-09"], dtype="datetime64[D]")
+    >>> cm.filtering.intervals(dates)
+    tensor([0., 1., 7.], dtype=torch.float64)
+    """
+    if unit not in UNITS:
+        raise InputError(f"intervals: unit must be one of {', '.join(UNITS)}, not {unit!r}.")
+    index: Any = times.index if is_pandas(times) else times
+    index = index.to_timestamp() if hasattr(index, "to_timestamp") else index
+    index = index.tz_convert(None) if getattr(index, "tz", None) is not None else index
+    try:
+        array: NDArray[Any] = np.asarray(index)
+        dates = array.dtype.kind == "M"
+        missing = bool(np.isnat(array).any()) if dates else False
+        exact = array.astype("datetime64[ns]").astype(np.int64) if dates else array
+        stamps = exact / UNITS[unit] if dates else exact.astype(np.float64)
+        steps = np.diff(exact).astype(np.float64) / (UNITS[unit] if dates else 1.0)
+    except (TypeError, ValueError):
+        raise InputError(
+            "intervals: times must be dates or numbers; pandas.to_datetime reads text."
+        ) from None
+    if stamps.ndim != 1 or not len(stamps) or missing or not np.isfinite(stamps).all():
+        raise InputError("intervals: times must be one or more dates or numbers, none missing.")
+    falls = np.flatnonzero(steps < 0)
+    if len(falls):
+        k = int(falls[0])
+        raise InputError(
+            f"intervals: times must rise, but {index[k + 1]} follows {index[k]}: sort them first."
+        )
+    begin = real("intervals", "first", first, least=0.0)
+    return functions.from_numpy(np.concatenate([[begin], steps]))
