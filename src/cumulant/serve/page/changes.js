@@ -47,13 +47,18 @@ function tellDifference() {
     const own = typeof is[state.layer][state.head] === "number" ? is[state.layer][state.head] - was[state.layer][state.head] : null;
     return [s, mean(was.flat()), mean(is.flat()), own, most];
   });
+  const moved = after.heads.class.flatMap((r, l) => r.map((v, h) => CLASS_OF(v) !== CLASS_OF(before.heads.class[l][h]))).filter(Boolean).length;
+  const ownClass = [before, after].map((v) => CLASS_OF(v.heads.class[state.layer][state.head]));
   const signed = (v) => v === null ? "–" : `${v > 0 ? "+" : ""}${format(v)}`;
   const head = (text, number) => html("th", { scope: "col", class: number ? "number" : null }, text);
   box.replaceChildren(html("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Differences by statistic" }, html("table", { class: "rows" },
     html("thead", {}, html("tr", {}, head("statistic, mean over tokens"), head("original", 1), head("changed", 1), head("in the chosen head", 1), head("largest change in a head", 1))),
     html("tbody", {}, ...rows.map(([s, was, is, own, [l, h, d]]) => html("tr", {}, html("td", {}, s.label), html("td", { class: "number" }, format(was)),
       html("td", { class: "number" }, format(is)), html("td", { class: "number" }, signed(own)),
-      html("td", { class: "number" }, d === 0 ? "none" : `${signed(d)} (layer ${l}, head ${h})`)))))));
+      html("td", { class: "number" }, d === 0 ? "none" : `${signed(d)} (layer ${l}, head ${h})`))),
+      html("tr", {}, html("td", {}, "Class of a head"), html("td", { class: "number" }, "–"), html("td", { class: "number" }, "–"),
+        html("td", { class: "number" }, ownClass[0] === ownClass[1] ? "none" : ownClass.join(" to ")),
+        html("td", { class: "number" }, `${moved} head${moved === 1 ? "" : "s"} in another class`))))));
 }
 
 function drawNext(box, width) {
