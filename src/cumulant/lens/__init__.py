@@ -2,9 +2,11 @@
 
 from cumulant.core.progress import Progress
 from cumulant.integrations.transformers import register
+from cumulant.lens.ablating import ablate
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import examine
+from cumulant.lens.laws import laws
 from cumulant.lens.models import load
 from cumulant.lens.monitoring import Alarm, AttentionAlarm, Monitor, MonitorLog, Thresholds
 from cumulant.lens.observing import observe
@@ -23,8 +25,10 @@ __all__ = [
     "Progress",
     "Text",
     "Thresholds",
+    "ablate",
     "compare",
     "examine",
+    "laws",
     "load",
     "observe",
     "register",

@@ -13,7 +13,7 @@ from cumulant.core.interception import Begun, Effect, Handler, Hook, Scope
 from cumulant.core.typed import named_modules
 from cumulant.integrations.transformers import call_of, is_eager, package
 
-__all__ = ["block_of", "edited"]
+__all__ = ["block_of", "edited", "edits"]
 
 Answer = Callable[[int, AttentionCall], Tensor | None]
 
@@ -31,6 +31,14 @@ def edited(model: nn.Module, answer: Answer, *, skipped: Set[int] = frozenset())
             model compute it.
         skipped: layers whose whole block returns its input.
     """
+    effects, _ = edits(model, answer, skipped)
+    return Scope(lambda: Begun(None, effects))
+
+
+def edits(
+    model: nn.Module, answer: Answer, skipped: Set[int] = frozenset()
+) -> tuple[list[Effect], dict[str, int]]:
+    """The effects of `edited`, and the number of the layer that runs, as ``"layer"``."""
     package()
     interface = import_module("transformers.modeling_utils").AttentionInterface
     owned = {id(module): name for name, module in named_modules(model)}
@@ -66,7 +74,7 @@ def edited(model: nn.Module, answer: Answer, *, skipped: Set[int] = frozenset())
     if skipped:
         skip = _skipping(now, skipped)
         effects += [Hook(modules[name], skip, after=True) for name in sorted(blocks)]
-    return Scope(lambda: Begun(None, effects))
+    return effects, now
 
 
 def _skipping(now: dict[str, int], skipped: Set[int]) -> Callable[..., Any]:

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from cumulant.core.typed import linalg
 
-__all__ = ["Bilinear", "Block", "Projections", "bilinear", "projections"]
+__all__ = [
+    "Bilinear",
+    "Block",
+    "Projections",
+    "bilinear",
+    "is_attention",
+    "output_block",
+    "projections",
+]
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),  # Llama, OPT, CLIP, Whisper and most others
@@ -126,6 +134,17 @@ def projections(
         if found:
             return found
     return None
+
+
+def output_block(module: nn.Module, parent: nn.Module | None) -> Block | None:
+    """The output projection of an attention module, or None if it goes by no known name."""
+    return _output(module, parent)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module holds projections to queries, keys and values, by their names."""
+    families = (*_SEPARATE, *((name,) for name in (*_STACKED, *_INTERLEAVED, "c_attn")))
+    return any(all(_weight(module, name) is not None for name in family) for family in families)
 
 
 def _key_heads(heads: int, key_heads: int) -> list[int]:
