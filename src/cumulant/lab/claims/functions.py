@@ -23,8 +23,9 @@ from cumulant.core.typed import linalg
 from cumulant.lab.claims.remembering import remembered
 from cumulant.lab.claims.subjects import encoded, file_digest, model_of, texts
 from cumulant.lens import ablate
+from cumulant.lens.ablating import PARTS
 
-__all__ = ["Costs", "Task", "costs", "kept", "language", "retrieval"]
+__all__ = ["Costs", "Task", "costs", "kept", "language", "replaced", "retrieval", "tasks"]
 
 LENGTH = 128  # tokens of a window
 TEMPERATURE = 0.05  # MiniLM was trained on 20 times the cosine
@@ -88,6 +89,20 @@ def costs(task: Task, parts: Sequence[str], single: Sequence[str], layers: Seque
 
     settings = {"costs": [list(parts), list(single), list(layers)]}
     return remembered(task.digest, settings, compute)
+
+
+def tasks(quick: bool) -> list[Task]:
+    """Both models with something to do; where time is short MiniLM alone, on fewer texts."""
+    return [retrieval(8)] if quick else [retrieval(), language()]
+
+
+def replaced(quick: bool) -> dict[str, Costs]:
+    """What every part costs in all layers, and the projections one layer at a time, by model."""
+    found: dict[str, Costs] = {}
+    for task in tasks(quick):
+        layers = [int(x) for x in torch.linspace(0, task.layers - 1, 2 if quick else 6)]
+        found[task.name] = costs(task, list(PARTS), ("query_key", "value_output"), layers)
+    return found
 
 
 def kept(found: Costs, part: str) -> float:

@@ -12,9 +12,9 @@ from cumulant import attend
 from cumulant.core.typed import linalg, tolist
 from cumulant.figures import COLORS, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
+from cumulant.lab.claims.functions import Costs, replaced
 from cumulant.lab.claims.measuring import gap, median, relative, standard_error
 from cumulant.lab.claims.real import (
-    NEEDS,
     Sublayer,
     attentions,
     loaded,
@@ -22,6 +22,7 @@ from cumulant.lab.claims.real import (
     split,
     sublayers,
 )
+from cumulant.lab.claims.subjects import NEEDS
 from cumulant.lens import observe
 from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.typed import view
@@ -34,21 +35,27 @@ CLAIM = Claim(
     id="T23",
     title="What the weight matrices do",
     evidence="empirical",
-    statement="Neither this theory nor that of Hopfield networks explains the weight matrices, "
-    "multiple heads or feed-forward layers, which hold everything a model knows. Queries and keys "
-    "may be less sensitive than values and outputs.",
+    statement="Neither this theory nor that of Hopfield networks explains the weight matrices. "
+    "Some may be less sensitive: queries and keys less than values and outputs.",
     source="proofs draft, §B",
     formula=r"\frac{\lVert \operatorname{att}(x; W) - \operatorname{att}(x; I) \rVert}"
     r"{\lVert \operatorname{att}(x; W) \rVert}, \qquad "
     r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
     r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
     bounds="The model computes in single precision: 1e-4. Sensitivities are estimated from a few "
-    "random probes and perturbations, each accurate to about a tenth: 0.4. No bound is set on what "
-    "the matrices do, so nothing here decides the statement.",
+    "random probes and perturbations, each accurate to about a tenth: 0.4. The statement is decided "
+    "by what can be: whether queries and keys are the less sensitive. By derivatives, the ratio "
+    "must be at least 1; by function, replacing W_q and W_k by the identity in one layer must cost "
+    "less than replacing W_v and W_o, beyond two standard errors over layers in both models, and is "
+    "refuted if it costs more by as much in either.",
     recorded="open",
     tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
-    needs=(*NEEDS, "pandas"),
+    needs=NEEDS,
     rules=table("""
+      statement:
+        sensitivity_ratio ≥ 1: sensitivity to W_v, W_o over that to W_q, W_k, median over blocks
+        function_order ≥ 2 (refuted at -2): nats lost with W_v, W_o the identity in one layer, less
+            those with W_q, W_k, mean over standard error over layers, the lesser of both models
       control:
         lens_gap ≤ 0.0001: statistics by the lens and states rebuilt with the library's attention,
             against the model's own in eager mode
@@ -63,7 +70,6 @@ CLAIM = Claim(
         uniform_fitted: uniform weights times the best gain
         one_head_fitted: the mean weights in all heads, times the best gain
         no_feed_forward: change of the next state without the feed-forward layer, relative
-        sensitivity_ratio: sensitivity to W_v, W_o over that to W_q, W_k, median over blocks
     """),
     finding="A constant, the mean over tokens, misses the attention output of MiniLM by "
     "{constant:.0%} of its size, less than most replacements do: W_q and W_k the identity misses "
@@ -72,7 +78,7 @@ CLAIM = Claim(
     "{value_output_identity:.0%}. At its best temperature and gain the identity for W_q and W_k "
     "({query_key_fitted:.0%}) does no better than uniform weights with a gain "
     "({uniform_fitted:.0%}). The model is {least:.1f} to {most:.1f} times as sensitive to W_v, W_o "
-    "as to W_q, W_k. None of this explains what the matrices are for, so the question stays open.",
+    "as to W_q, W_k by derivatives. By function, one layer without W_v and W_o costs {told}.",
     caption="Left: how much of the attention output each block of MiniLM loses with one part "
     "replaced; a constant (dashed) loses less than most. Right: the model is more sensitive to "
     "value and output weights than to the others.",
@@ -118,6 +124,16 @@ def ablated(layer: Sublayer) -> dict[str, float]:
         "constant": relative(output.mean(0).expand_as(output), output),
         "feed_forward": relative(block.output.LayerNorm(after), layer.after),
     }
+
+
+def function_order(found: Costs) -> tuple[float, float, float]:
+    """(t, mean without W_v and W_o, mean without W_q and W_k): nats lost, layer by layer."""
+    value, query = (
+        torch.tensor(found["single"][part], dtype=torch.float64) - found["intact"]
+        for part in ("value_output", "query_key")
+    )
+    away = value - query
+    return float(away.mean()) / standard_error(away), float(value.mean()), float(query.mean())
 
 
 def lens_gap() -> float:
@@ -180,6 +196,11 @@ def measure(trial: Trial) -> Found:
     ratios = [(f.value_output or 0.0) / (f.query_key or 1.0) for f in figures]
     typical = {name: median([x[name] for x in lost]) for name in lost[0]}
     spread = torch.tensor(ratios)
+    orders = {name: function_order(x) for name, x in replaced(trial.quick).items()}
+    told = ", ".join(
+        f"{name} {value:.2f} nats (without W_q and W_k {query:.2f})"
+        for name, (_, value, query) in orders.items()
+    )
     numbers = {
         "lens_gap": max(lens_gap(), *(x["rebuilt"] for x in lost)),
         "sensitivity_gap": max(gaps),
@@ -192,9 +213,12 @@ def measure(trial: Trial) -> Found:
         "uniform_fitted": typical["uniform_fitted"],
         "one_head_fitted": typical["heads_fitted"],
         "no_feed_forward": typical["feed_forward"],
+        "function_order": min(t for t, *_ in orders.values()),
         "sensitivity_ratio": (median(spread), standard_error(spread)),
     }
-    return Found(numbers, least=min(ratios), most=max(ratios), figures=figures, lost=lost)
+    return Found(
+        numbers, least=min(ratios), most=max(ratios), told=told, figures=figures, lost=lost
+    )
 
 
 def draw(figure: Any, seen: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.functions import Costs, Task, costs, kept, language, retrieval
+from cumulant.lab.claims.functions import Costs, Task, kept, replaced, tasks
 from cumulant.lab.claims.subjects import NEEDS
 from cumulant.lens.ablating import PARTS
 from cumulant.lens.editing import edited
@@ -87,18 +87,11 @@ def judged(found: dict[str, Costs]) -> dict[str, float]:
     return {**shares, **single, "gain": min(x["guess"] - x["intact"] for x in found.values())}
 
 
-def some_layers(task: Task, quick: bool) -> list[int]:
-    """Layers that are replaced one at a time, evenly spaced."""
-    count = 2 if quick else 6
-    return [int(x) for x in torch.linspace(0, task.layers - 1, count)]
-
-
 @torch.no_grad()
 def measure(trial: Trial) -> Found:
     """Losses of SmolLM2 and MiniLM with parts replaced."""
-    tasks = [retrieval(trial.size(24, 8))] + ([] if trial.quick else [language()])
-    found = {t.name: costs(t, list(PARTS), SINGLE, some_layers(t, trial.quick)) for t in tasks}
-    numbers = judged(found) | {"own_attention": max(map(own_attention, tasks))}
+    found = replaced(trial.quick)
+    numbers = judged(found) | {"own_attention": max(map(own_attention, tasks(trial.quick)))}
     told = "; ".join(
         f"{name} keeps {kept(x, 'query_key'):.0%} of its function without W_q and W_k, "
         f"{kept(x, 'value_output'):.0%} without W_v and W_o, {kept(x, 'one_head'):.0%} with one "
