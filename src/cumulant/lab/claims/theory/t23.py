@@ -43,11 +43,11 @@ CLAIM = Claim(
     r"\frac{1}{\lVert y \rVert}\sqrt{\sum_W \frac{\lVert W \rVert^2}{n_W} "
     r"\left\lVert \frac{\partial y}{\partial W} \right\rVert^2}",
     bounds="The model computes in single precision: 1e-4. Sensitivities are estimated from a few "
-    "random probes and perturbations, each accurate to about a tenth: 0.4. The statement is decided "
-    "by what can be: whether queries and keys are the less sensitive. By derivatives, the ratio "
-    "must be at least 1; by function, replacing W_q and W_k by the identity in one layer must cost "
-    "less than replacing W_v and W_o, beyond two standard errors over layers in both models, and is "
-    "refuted if it costs more by as much in either.",
+    "random probes and perturbations, each accurate to about a tenth: 0.4. The statement is "
+    "decided by what can be: whether queries and keys are the less sensitive. By derivatives, the "
+    "ratio must be at least 1; by function, replacing W_q and W_k by the identity in one layer "
+    "must cost less than replacing W_v and W_o, beyond two standard errors over layers in both "
+    "models, and is refuted if it costs more by as much in either.",
     recorded="open",
     tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
     needs=NEEDS,
