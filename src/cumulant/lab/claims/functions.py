@@ -88,7 +88,7 @@ def costs(task: Task, parts: Sequence[str], single: Sequence[str], layers: Seque
         }
 
     settings = {"costs": [list(parts), list(single), list(layers)]}
-    return remembered(task.digest, settings, compute)
+    return remembered(task.digest, settings, compute, source=__file__)
 
 
 def tasks(quick: bool) -> list[Task]:

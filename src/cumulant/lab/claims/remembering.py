@@ -1,7 +1,8 @@
 """What a real model gave is kept on disk, by content: a second run only reads it.
 
-The key is a hash of the weights' file, of the inputs, of every setting and of the library's own
-sources, so that nothing measured otherwise is ever read. ``CUMULANT_CACHE`` names the folder
+The key is a hash of the weights' file, of the inputs, of every setting and of the sources that
+measure (the library and the experiment's own file), so that nothing measured otherwise is ever
+read. ``CUMULANT_CACHE`` names the folder
 (default: ``cumulant`` in the user's cache folder); an empty value turns it off.
 """
 
@@ -11,18 +12,24 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cumulant
 from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
 
 __all__ = ["remembered"]
 
 T = TypeVar("T")
+APART = ("lab", "cli", "pages", "figures", "testing")  # folders that measure nothing
+SHARED = ("subjects.py", "numbering.py", "functions.py")
 
 
-def remembered(digest: str | None, settings: dict[str, Any], compute: Callable[[], T]) -> T:
+def remembered(
+    digest: str | None, settings: dict[str, Any], compute: Callable[[], T], *, source: str
+) -> T:
     """What ``compute`` returns, numbers in lists and dicts; read from disk if it was done before.
 
     Args:
@@ -30,13 +37,12 @@ def remembered(digest: str | None, settings: dict[str, Any], compute: Callable[[
             never remembered.
         settings: all that the result depends on besides.
         compute: its result must be JSON: dicts, lists, numbers, strings.
+        source: the file that measures, ``__file__``.
     """
     folder = _folder()
     if digest is None or folder is None:
         return compute()
-    from cumulant.lab.claims.ledger import sources
-
-    told = json.dumps([digest, sources(), settings], sort_keys=True)
+    told = json.dumps([digest, _sources(source), settings], sort_keys=True)
     path = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -55,3 +61,15 @@ def _folder() -> Path | None:
     if named is not None:
         return Path(named) / "claims" if named else None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cumulant" / "claims"
+
+
+@cache
+def _sources(own: str) -> str:
+    """A hash of the library, what experiments share about real models, and one file more."""
+    root = Path(cumulant.__file__).parent
+    files = [x for x in sorted(root.rglob("*.py")) if x.relative_to(root).parts[0] not in APART]
+    files += [Path(__file__).with_name(name) for name in SHARED]
+    found = hashlib.sha256()
+    for path in [*files, Path(own)]:
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -137,7 +137,8 @@ def measure(trial: Trial) -> Found:
     for key in MODELS if not trial.quick else QUICK:
         one = subject(key, count)
         far = DISTANCES if key == "smollm2" else (0,)
-        found[key] = remembered(one.digest, {"T35": far}, partial(rows_of, one, far))
+        compute = partial(rows_of, one, far)
+        found[key] = remembered(one.digest, {"T35": far}, compute, source=__file__)
         if key in ("minilm", "rxnmapper"):
             random.append(excess(rows_of(reseeded(one, trial.seed)), "symmetry", False)[0])
     far, rotary = math.nan, ""

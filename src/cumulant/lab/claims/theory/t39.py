@@ -1,10 +1,11 @@
-"""T39: whether attention expands and normalization contracts in trained models, and they balance."""
+"""T39: expansion by attention and contraction by normalization in trained models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ CLAIM = Claim(
     correction="It is so if sink tokens are left out.",
     source="abstract of the paper",
     formula=r"\frac{\lVert f(x_i) - f(x_j) \rVert}{\lVert x_i - x_j \rVert}",
-    bounds="Ratios are medians over pairs of tokens of one text, geometric means over layers; every "
-    "model must agree. Above 1 is expansion, below 1 contraction. They balance if distances change "
-    "by less than a factor of two over the whole depth: one factor of two in a single layer would "
-    "be 64 over six. The lens samples pairs, which moves a median by a few percent: 0.1.",
+    bounds="Ratios are medians over pairs of tokens of one text, geometric means over layers; "
+    "every model must agree. Above 1 is expansion, below 1 contraction. They balance if distances "
+    "change by less than a factor of two over the whole depth: a factor of two in every layer "
+    "would be 64 over six. The lens samples pairs, which moves a median by a few percent: 0.1.",
     recorded="open",
     tests=("tests/lens/test_layers.py",),
     needs=NEEDS,
@@ -65,8 +66,8 @@ CLAIM = Claim(
         mixed_attention: ratio over attention with the tokens of each text in random order, the
             model with the least
     """),
-    finding="Ratio over attention, over feed-forward, over a norm, and over the whole depth: {told}. "
-    "With random weights attention has {random_attention:.2f} at the least and norms "
+    finding="Ratio over attention, over feed-forward, over a norm, and over the whole depth: "
+    "{told}. With random weights attention has {random_attention:.2f} at the least and norms "
     "{random_norm:.2f} at the most; with tokens in random order attention has "
     "{mixed_attention:.2f}.",
     caption="Median ratio of distances over each sublayer, layer by layer: attention with its "
@@ -123,7 +124,7 @@ def lens_gap(one: Subject, rows: Sequence[dict[str, Any]]) -> float:
     pairs: dict[int, list[torch.Tensor]] = {}
     for batch in one.batches:
         states = one.model(**batch, output_hidden_states=True).hidden_states
-        for layer, (before, after) in enumerate(zip(states[:-1], states[1:], strict=True)):
+        for layer, (before, after) in enumerate(pairwise(states)):
             for text, mask in enumerate(batch["attention_mask"].bool()):
                 own = pair_ratios(before[text, mask], after[text, mask])
                 pairs.setdefault(layer, []).append(own)
@@ -141,7 +142,7 @@ def measure(trial: Trial) -> Found:
     order: list[list[dict[str, Any]]] = []
     for key in QUICK if trial.quick else MODELS:
         one, few = subject(key, count), subject(key, 4)
-        found[key] = remembered(one.digest, {"T39": "own"}, partial(rows_of, one))
+        found[key] = remembered(one.digest, {"T39": "own"}, partial(rows_of, one), source=__file__)
         for name, rows, make in (("random", random, reseeded), ("order", order, mixed)):
             settings = {"T39": name, "seed": trial.seed}
             rows.append(
@@ -149,6 +150,7 @@ def measure(trial: Trial) -> Found:
                     few.digest,
                     settings,
                     lambda make=make, few=few: rows_of(make(few, trial.seed)),
+                    source=__file__,
                 )
             )
     numbers = judged(found) | {
