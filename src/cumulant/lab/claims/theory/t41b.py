@@ -14,7 +14,7 @@ from cumulant.core.interception import Begun, Hook, Scope
 from cumulant.core.typed import linalg, named_modules, tolist
 from cumulant.figures import series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.measuring import median
+from cumulant.lab.claims.measuring import median, relative
 from cumulant.lab.claims.numbering import INSTALL, PACKAGE, WEIGHTS, Numbering, network, numbered
 from cumulant.lab.claims.remembering import remembered
 from cumulant.lens.packaged import folder_of
@@ -52,7 +52,8 @@ CLAIM = Claim(
         averages ≥ 0.5: share of fixed points at which no key holds half of the weight
       control:
         bound_broken ≤ 0: share of updates, started at a pattern, that end beyond T21's bound
-        own_heads ≤ 0.00001: outputs rebuilt from the heads' queries and keys, against the network's
+        own_heads ≤ 0.0001: outputs rebuilt from the heads' queries and keys, against the network's,
+            which computes in single precision, relative
       noted:
         updates: until convergence, median
         first_update: share of the way to the fixed point that the first update makes, median
@@ -75,10 +76,10 @@ CLAIM = Claim(
 
 
 def projected(attention: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of every head, as torch's module computes them."""
+    """Queries, keys and values of every head in double precision."""
     parts = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
     given = (query, key, key)
-    found = [x @ w.mT + b for x, w, b in zip(given, *parts, strict=True)]
+    found = [x @ w.double().mT + b.double() for x, w, b in zip(given, *parts, strict=True)]
     heads = attention.num_heads
     q, k, v = (torch.unflatten(x, -1, (heads, -1)).transpose(0, 1) for x in found)
     return q, k, v
@@ -108,7 +109,7 @@ def seen_by(model: Numbering, which: int) -> tuple[list[tuple[str, Tensor, Tenso
         if kind != "decoder":  # the decoder's own attention is causal: no fixed patterns
             weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
             rebuilt = module.out_proj((weights @ v).transpose(0, 1).flatten(1).to(output.dtype))
-            worst = max(worst, float((rebuilt - output[0]).abs().max()))
+            worst = max(worst, relative(rebuilt, output[0]))
         found.append((kind, q, k))
     return found, worst
 
