@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from functools import partial
 from typing import Any
@@ -52,8 +53,8 @@ CLAIM = Claim(
         averages ≥ 0.5: share of fixed points at which no key holds half of the weight
       control:
         bound_broken ≤ 0: share of updates, started at a pattern, that end beyond T21's bound
-        own_heads ≤ 0.0001: outputs rebuilt from the heads' queries and keys, against the network's,
-            which computes in single precision, relative
+        own_heads ≤ 1e-9: outputs rebuilt from the heads' queries and keys, against the network's, in
+            double precision, relative
       noted:
         updates: until convergence, median
         first_update: share of the way to the fixed point that the first update makes, median
@@ -76,10 +77,10 @@ CLAIM = Claim(
 
 
 def projected(attention: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of every head in double precision."""
+    """Queries, keys and values of every head."""
     parts = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
     given = (query, key, key)
-    found = [x @ w.double().mT + b.double() for x, w, b in zip(given, *parts, strict=True)]
+    found = [x @ w.mT + b for x, w, b in zip(given, *parts, strict=True)]
     heads = attention.num_heads
     q, k, v = (torch.unflatten(x, -1, (heads, -1)).transpose(0, 1) for x in found)
     return q, k, v
@@ -105,10 +106,10 @@ def seen_by(model: Numbering, which: int) -> tuple[list[tuple[str, Tensor, Tenso
     worst = 0.0
     for name, module, query, key, output in calls:
         kind = "cross" if "encoder_attention" in name else name.split(".")[0]
-        q, k, v = projected(module, query[0].double(), key[0].double())
+        q, k, v = projected(module, query[0], key[0])
         if kind != "decoder":  # the decoder's own attention is causal: no fixed patterns
             weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
-            rebuilt = module.out_proj((weights @ v).transpose(0, 1).flatten(1).to(output.dtype))
+            rebuilt = module.out_proj((weights @ v).transpose(0, 1).flatten(1))
             worst = max(worst, relative(rebuilt, output[0]))
         found.append((kind, q, k))
     return found, worst
@@ -153,6 +154,7 @@ def of_head(query: Tensor, key: Tensor, scale: float) -> dict[str, Any]:
 def heads_of(model: Numbering, count: int, sharper: float = 1.0) -> dict[str, Any]:
     """Every head on some antibodies; ``sharper`` multiplies the scale, for another world."""
     found: dict[str, Any] = {"cross": [], "encoder": [], "gap": 0.0}
+    model = copy.deepcopy(model).double()
     for which in range(count):
         calls, worst = seen_by(model, which)
         found["gap"] = max(found["gap"], worst)
