@@ -33,8 +33,8 @@ CLAIM = Claim(
     "precision to which a trained model could use it. The claim holds if nine of ten inputs settle "
     "and is refuted if fewer than half do. At a fixed point that attracts, the spectral radius is "
     "below 1. The model's own states up to its depth must come out of the same iteration.",
-    recorded="open",
-    tests=("tests/dynamics/test_fixed_points.py",),
+    recorded="does not hold in general",
+    tests=("tests/dynamics/test_fixed_point.py",),
     needs=NEEDS,
     rules=table("""
       statement:

@@ -41,7 +41,7 @@ CLAIM = Claim(
     "fixed point is a pattern if one key holds 0.9 of its weight, and an average if none holds "
     "half; between them lies neither. Retrieval needs half of the fixed points to be patterns, and "
     "is refuted below a tenth.",
-    recorded="open",
+    recorded="holds with a correction",
     tests=("tests/laws/test_hopfield.py", "tests/lab/claims/test_numbering.py"),
     needs=NEEDS,
     rules=table("""
@@ -53,8 +53,8 @@ CLAIM = Claim(
         averages ≥ 0.5: share of fixed points at which no key holds half of the weight
       control:
         bound_broken ≤ 0: share of updates, started at a pattern, that end beyond T21's bound
-        own_heads ≤ 1e-9: outputs rebuilt from the heads' queries and keys, against the network's, in
-            double precision, relative
+        own_heads ≤ 1e-9: outputs rebuilt from the heads' queries and keys, against the network's,
+            in double precision, relative
       noted:
         updates: until convergence, median
         first_update: share of the way to the fixed point that the first update makes, median
