@@ -46,16 +46,16 @@ CLAIM = Claim(
     needs=NEEDS,
     rules=table("""
       statement:
-        energy_rises ≤ 0: share of updates that raise the energy, cross-attention
-        converges ≥ 0.99: share of queries whose updates converge
         patterns ≥ 0.5 (refuted at 0.1): share of fixed points that are one pattern
       correction:
-        averages ≥ 0.5: share of fixed points at which no key holds half of the weight
+        energy_rises ≤ 0: share of updates that raise the energy, cross-attention
+        converges ≥ 0.99: share of queries whose updates converge
       control:
         bound_broken ≤ 0: share of updates, started at a pattern, that end beyond T21's bound
         own_heads ≤ 1e-9: outputs rebuilt from the heads' queries and keys, against the network's,
             in double precision, relative
       noted:
+        averages: share of fixed points at which no key holds half of the weight
         updates: until convergence, median
         first_update: share of the way to the fixed point that the first update makes, median
         separated: share of keys that are separated from all others (Δ > 0)
