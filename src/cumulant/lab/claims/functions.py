@@ -42,6 +42,7 @@ class Task:
         guess: the loss of a guess without context.
         fit: arguments that constants are fitted on, other text than the loss is of.
         layers: how many.
+        fair: whether there is text enough for a verdict, not only for a try.
         digest: of the weights and texts; None where they are not those of the files.
     """
 
@@ -51,6 +52,7 @@ class Task:
     guess: float
     fit: dict[str, Tensor]
     layers: int
+    fair: bool
     digest: str | None
 
     def changed(self, part: str | None, layers: Iterable[int] | None = None) -> float:
@@ -96,13 +98,10 @@ def tasks(quick: bool) -> list[Task]:
     return [retrieval(8)] if quick else [retrieval(), language()]
 
 
-def replaced(quick: bool) -> dict[str, Costs]:
-    """What every part costs in all layers, and the projections one layer at a time, by model."""
-    found: dict[str, Costs] = {}
-    for task in tasks(quick):
-        layers = [int(x) for x in torch.linspace(0, task.layers - 1, 2 if quick else 6)]
-        found[task.name] = costs(task, list(PARTS), ("query_key", "value_output"), layers)
-    return found
+def replaced(task: Task) -> Costs:
+    """What every part costs in all layers, and the projections one layer at a time."""
+    layers = [int(x) for x in torch.linspace(0, task.layers - 1, 6 if task.fair else 2)]
+    return costs(task, list(PARTS), ("query_key", "value_output"), layers)
 
 
 def kept(found: Costs, part: str) -> float:
@@ -129,7 +128,8 @@ def language(windows: int = 4) -> Task:
     guess = float(-(counts / counts.sum()).log()[target].mean())  # how often words occur elsewhere
     fit = encoded(tokenizer, lines[-2:], LENGTH)
     digest = _digest("smollm2", lines[:windows])
-    return Task("SmolLM2", model, loss, guess, fit, model.config.num_hidden_layers, digest)
+    count = model.config.num_hidden_layers
+    return Task("SmolLM2", model, loss, guess, fit, count, windows > 2, digest)
 
 
 @cache
@@ -152,7 +152,8 @@ def retrieval(paragraphs: int = 24) -> Task:
     guess = float(torch.tensor(float(paragraphs)).log())
     fit = encoded(tokenizer, lines[-4:], LENGTH)
     digest = _digest("minilm", lines[:paragraphs])
-    return Task("MiniLM", model, loss, guess, fit, model.config.num_hidden_layers, digest)
+    count = model.config.num_hidden_layers
+    return Task("MiniLM", model, loss, guess, fit, count, paragraphs > 16, digest)
 
 
 def embedded(model: Any, batch: dict[str, Tensor]) -> Tensor:

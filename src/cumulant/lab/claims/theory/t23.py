@@ -12,7 +12,7 @@ from cumulant import attend
 from cumulant.core.typed import linalg, tolist
 from cumulant.figures import COLORS, MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
-from cumulant.lab.claims.functions import Costs, replaced
+from cumulant.lab.claims.functions import Costs, replaced, tasks
 from cumulant.lab.claims.measuring import gap, median, relative, standard_error
 from cumulant.lab.claims.real import (
     Sublayer,
@@ -196,7 +196,7 @@ def measure(trial: Trial) -> Found:
     ratios = [(f.value_output or 0.0) / (f.query_key or 1.0) for f in figures]
     typical = {name: median([x[name] for x in lost]) for name in lost[0]}
     spread = torch.tensor(ratios)
-    orders = {name: function_order(x) for name, x in replaced(trial.quick).items()}
+    orders = {task.name: function_order(replaced(task)) for task in tasks(trial.quick)}
     told = ", ".join(
         f"{name} {value:.2f} nats (without W_q and W_k {query:.2f})"
         for name, (_, value, query) in orders.items()

@@ -90,7 +90,7 @@ def judged(found: dict[str, Costs]) -> dict[str, float]:
 @torch.no_grad()
 def measure(trial: Trial) -> Found:
     """Losses of SmolLM2 and MiniLM with parts replaced."""
-    found = replaced(trial.quick)
+    found = {task.name: replaced(task) for task in tasks(trial.quick)}
     numbers = judged(found) | {"own_attention": max(map(own_attention, tasks(trial.quick)))}
     told = "; ".join(
         f"{name} keeps {kept(x, 'query_key'):.0%} of its function without W_q and W_k, "
