@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 
 def slug(heading: str) -> str:
     """What follows the # in a link between pages: "T14. Expansion" answers to t14."""
-    if number := re.match(r"T\d+\b", heading):
+    if number := re.match(r"T\d+[a-z]?\b", heading):
         return number[0].lower()
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
@@ -20,7 +20,7 @@ def name_sections(app: Sphinx, document: nodes.document) -> None:
     """The same anchor in the page itself, for links from outside."""
     for section in document.findall(nodes.section):
         anchor = section.get("slug", "")
-        if re.fullmatch(r"t\d+", anchor) and anchor not in section["ids"]:
+        if re.fullmatch(r"t\d+[a-z]?", anchor) and anchor not in section["ids"]:
             section["ids"].append(anchor)
 
 
