@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -245,6 +245,33 @@ def test_shapes_without_values(device):
         assert a.entropy.shape == a.log_normalizer.shape == (2, 4, 5)
         assert a.mean.shape == (2, 4, 5, 6)
         assert a.mean.device.type == device
+
+
+def test_graphs_for_cuda_without_cuda():
+    """Value and gradient of a call on CUDA are one operator each; torch's engine needs CUDA to run
+    the second, so its graph is recorded by itself."""
+    with FakeTensorMode() as mode:
+        query, key = (torch.empty(2, 4, n, 8, device="cuda", dtype=torch.float16) for n in (5, 7))
+        wide = [x.float() for x in (query, key, key)]
+        rows = [torch.empty(2, 4, 5, n, device="cuda") for n in (8, 1, 8)]
+
+    def value(query, key):
+        return cm.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+    def gradient(query, key, value, mean, normalizer, cotangent):
+        return torch.ops.cumulant.attention_gradient(
+            *("query,key,value,mean,log_normalizer", [query, key, value, mean, normalizer]),
+            *("mean", [cotangent], "query,key,value", 0.3, None, 0, 0.0, False, torch.float16),
+        )
+
+    with mode:
+        graphs = [make_fx(value)(query, key), make_fx(gradient)(*wide, *rows)]
+    for graph, name in zip(graphs, ("attention", "attention_gradient"), strict=True):
+        ours = [n for n in graph.graph.nodes if "cumulant" in str(n.target)]
+        assert [str(n.target) for n in ours] == [f"cumulant.{name}.default"]
+        assert ours[0].args[-1] == torch.float16  # for which torch's flash operator is planned
+        made = [n.meta["val"] for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+        assert {x.device.type for x in made} == {"cuda"}
 
 
 def test_operations_are_counted():

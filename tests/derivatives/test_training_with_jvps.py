@@ -118,6 +118,62 @@ def test_compiled_product(truth):
     torch.testing.assert_close(gradient, truth)
 
 
+class Checkpointed(nn.Module):
+    """A model that checkpoints its layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, z):
+        return checkpoint(self.layer, z, use_reentrant=False)
+
+
+def recipe(model, inner, z, velocity):
+    """MeanFlow's loss: the JVP of the inner module without gradient, then one plain forward."""
+    with torch.no_grad(), cm.sdpa_replaced():
+        slope = jvp(inner, (z,), (velocity,))[1]
+    return (model(z) + slope - velocity).square().mean()
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "compiled", "autocast"])
+def test_the_recipe(how):
+    """The same gradient as with the slope detached, whatever is around the model."""
+    layer, (z, velocity) = encoder(), data()
+    with cm.differentiable():
+        u, slope = jvp(layer, (z,), (velocity,))
+        expected = gradient_of(layer, (u + slope.detach() - velocity).square().mean())
+    if how == "autocast":
+        layer, z, velocity = layer.float(), z.float(), velocity.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            gradient = gradient_of(layer, recipe(layer, layer, z, velocity))
+        error = (gradient.double() - expected).norm() / expected.norm()
+        assert error < 0.05  # bfloat16 has three digits
+        return
+    torch._dynamo.reset()
+    model = {"plain": layer, "checkpoint": Checkpointed(layer)}.get(how)
+    if model is None:
+        model = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    gradient = gradient_of(layer, recipe(model, layer, z, velocity))
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_compiled_jvp_runs_the_product_eagerly():
+    """The compiler leaves the whole product out, however deep; what follows is one graph."""
+    (z, velocity), layers = data(), nn.Sequential(encoder(), encoder())
+
+    def step(z, velocity):
+        return jvp(layers, (z,), (velocity,))[1].square().mean()
+
+    torch._dynamo.reset()
+    with cm.sdpa_replaced():
+        found = torch._dynamo.explain(step)(z, velocity)
+        compiled = torch.compile(step, backend="aot_eager")(z, velocity)
+        torch.testing.assert_close(compiled, step(z, velocity))
+    assert found.graph_count == 1
+    assert found.op_count < 5
+
+
 def test_running_statistics_are_arguments():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double()

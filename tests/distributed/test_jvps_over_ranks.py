@@ -60,3 +60,33 @@ def test_gradient_of_a_single_process(crew, how):
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     for gradient in crew.run(gradient_on_a_rank, 2, how):
         torch.testing.assert_close(gradient, expected)
+
+
+def recipe(model, inner, z, velocity):
+    """The JVP of the inner module without gradient, then one plain forward for the primal."""
+    with torch.no_grad(), cm.sdpa_replaced():
+        slope = jvp(inner, (z,), (velocity,))[1]
+    return (model(z) + slope - velocity).square().mean()
+
+
+def recipe_on_a_rank(group, rank, size, how):
+    inner = encoder()
+    if how == "FSDP2":
+        model = inner = fully_shard(inner, mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        model = DistributedDataParallel(inner, process_group=group)
+    recipe(model, inner, *(x[rank::size] for x in data())).backward()
+    gradients = [p.grad for p in inner.parameters()]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return torch.cat([g.flatten() for g in whole])
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_the_recipe_over_ranks(crew, how):
+    model, (z, velocity) = encoder(), data()
+    with cm.differentiable():
+        u, slope = jvp(model, (z,), (velocity,))
+        (u + slope.detach() - velocity).square().mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for gradient in crew.run(recipe_on_a_rank, 2, how):
+        torch.testing.assert_close(gradient, expected)
