@@ -4,9 +4,10 @@ Prints multiples of a plain step (forward and backward): the JVP alone, the reci
 docs/training-with-jvps.md (a JVP without gradient, then a plain forward pass), and the gradient
 through the product.
 
-    python examples/jvp_cost.py
+    OMP_NUM_THREADS=1 python examples/jvp_cost.py 64 256 1024
 """
 
+import sys
 import time
 
 import torch
@@ -59,8 +60,7 @@ def measure(length):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     print("length   JVP   recipe   through   attention's share of the JVP")
-    for length in (64, 256, 1024):
+    for length in [int(x) for x in sys.argv[1:]] or [64, 256, 1024]:
         product, recipe, through, share = measure(length)
         print(f"{length:6d} {product:5.2f} {recipe:8.2f} {through:9.2f} {share:10.0%}", flush=True)

@@ -83,6 +83,7 @@ ARGUMENTS = {
     "mean_flow_digits.py": ["--steps", "30"],
     "evict_cache.py": ["--tokens", "48", "--budgets", "8", "16"],
     "hamilton_gnp.py": ["--order", "1"],
+    "jvp_cost.py": ["64", "128"],
 }
 
 
