@@ -60,7 +60,8 @@ def draw(results: Results, path: Path) -> Path:
         if search:
             _search(rest.pop(0), results, panels[-1].label)
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        columns = min(3 * count, len(labels))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         return write(figure, path)
 
 
@@ -77,6 +78,8 @@ def _curves(axes: Any, results: Results, panel: _Panel) -> None:
     for k, variant in enumerate(results.study.variants):
         paths = [[(p[panel.x], p[panel.y]) for p in run.curve if panel.y in p]
                  for run in _runs(results, variant, "final")]  # fmt: skip
+        most = results.study.settings.get("most", math.inf)  # there the search for capacity ends
+        paths = [[p for p in path if p[1] < most] for path in paths]
         length = min((len(p) for p in paths), default=0)
         if not length:
             continue

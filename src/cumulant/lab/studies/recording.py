@@ -7,6 +7,7 @@ figure into ``docs/studies/``.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from shutil import copyfile
@@ -36,9 +37,11 @@ def page(results: Results) -> str:
 def record(folder: Path, docs: Path) -> str:
     """Take up the results in a folder of `cumulant study`; returns the study's name."""
     name = folder.name
-    results = load(folder / "results.json", read(name))
+    content = json.loads((folder / "results.json").read_text("utf-8"))
+    content["command"] = f"cumulant study {name} -o {name}/"
     make_folder(FOLDER)
-    copyfile(folder / "results.json", FOLDER / f"{name}.json")
+    write_file(FOLDER / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    results = load(FOLDER / f"{name}.json", read(name))
     make_folder(docs)
     write_file(docs / f"{name}.md", page(results))
     for suffix in ("parquet", "png"):

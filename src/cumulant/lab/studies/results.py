@@ -22,7 +22,8 @@ from cumulant.lens.tables import pandas
 __all__ = ["Results", "load", "markdown", "save"]
 
 # Numbers that every run has but no table needs: they say what other columns say.
-_LEFT_OUT = ("validation", "accuracy")
+_LEFT_OUT = ("validation", "accuracy", "points", "capacity")
+_SEARCHED = ("rate", "beta", "diverged")
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,14 @@ def markdown(results: Results) -> str:
     ]
     for x in lines:
         low, high = _number(x.interval.low), _number(x.interval.high)
-        said = f"| {x.rule.name} | {x.rule.says} | {_number(x.interval.mean)} [{low}, {high}] |"
+        says = x.rule.says.replace("|", "\\|")
+        said = f"| {x.rule.name} | {says} | {_number(x.interval.mean)} [{low}, {high}] |"
         out.append(f"{said} {x.rival or '–'} | {x.measured.outcome} |")
     rows = table(study, results.runs)
     objective = objective_of(study.task)
-    names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in _LEFT_OUT]
+    left = _LEFT_OUT if study.tuning.steps else (*_LEFT_OUT, *_SEARCHED)
+    names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in left]
+    names = [n for n in names if not n.startswith("capacity_")]
     first = [n for n in ("variant", objective) if n in names]
     names = [*first, *(n for n in names if n not in first)]
     out += ["", "Means over seeds, ± half of the 95 % interval.", ""]
