@@ -15,6 +15,7 @@ import torch
 
 import cumulant as cm
 from cumulant.lab.claims import Trial, claims, verdict
+from cumulant.lab.claims.systems import norms
 from cumulant.lab.claims.theory import t17, t20, t31
 from cumulant.lab.fixed_points import rates
 
@@ -86,7 +87,14 @@ def walked_text(patch: Patch) -> None:
     patch.setattr(t31, "austen", lambda _: t31.Corpus(words, pairs, 1_000_000))
 
 
+def other_partners(patch: Patch) -> None:
+    """Pairs change at every step, so that nothing can be learned apart."""
+    random = torch.Generator().manual_seed(0)
+    patch.setattr(norms, "positives", lambda: torch.randperm(norms.COUNT, generator=random))
+
+
 WORLDS = {
+    "norms: pairs that change": ("norms", other_partners),
     "T34: clusters of one size": ("T34", one_temperature),
     "T34: heavy tails": ("T34", heavy_tails),
     "T17: diffusion": ("T17", diffusion),
