@@ -61,7 +61,6 @@ CLAIM = Claim(
       noted:
         raw_symmetry: in the model's own coordinates, median over heads, the largest of the models
         mismatched: white symmetry of mismatched pairs, median, the largest of the models
-        far: white symmetry of the rotary model at the largest distance, median over heads
     """),
     finding="White symmetry, median over heads: {told}. Mismatched pairs: at most "
     "{mismatched:.2f}; the model's own coordinates: at most {raw_symmetry:.2f}. The least "
@@ -141,14 +140,13 @@ def measure(trial: Trial) -> Found:
         found[key] = remembered(one.digest, {"T35": far}, compute, source=__file__)
         if key in ("minilm", "rxnmapper"):
             random.append(excess(rows_of(reseeded(one, trial.seed)), "symmetry", False)[0])
-    far, rotary = math.nan, ""
+    rotary = ""
     if "smollm2" in found:
         far = middle(found["smollm2"], "whitened_symmetry", DISTANCES[-1])
         rotary = f" At a rotary distance of {DISTANCES[-1]}, SmolLM2's symmetry is {far:.2f}."
     numbers = judged(found) | {
         "gaussian_head": gaussian_head(trial),
         "random_excess": max(random),
-        "far": far,
     }
     names = {key: MODELS[key][2] for key in found}
     told = ", ".join(

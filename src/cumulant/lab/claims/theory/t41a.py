@@ -46,7 +46,6 @@ CLAIM = Claim(
       noted:
         at_depth: relative distance between iterates at the model's own depth, median
         at_end: the same at the last iterate
-        steps: passes until it has settled, median over those that do
         cycles: share of reactions whose last states repeat with a period of 2 to 4
         at_depth_radius: spectral radius at the model's own depth, median
         others_settle: share of layers of MiniLM and AntiBERTy that settle when applied again
@@ -172,7 +171,6 @@ def judged(rows: list[dict[str, Any]], depth: int = 12) -> dict[str, float]:
         "radius": median([row["radius"] for row in rows]),
         "at_depth": median([row["steps"][min(depth, len(row["steps"])) - 1] for row in rows]),
         "at_end": median([row["steps"][-1] for row in rows]),
-        "steps": median(settled) if settled else float("nan"),
         "cycles": sum(row["cycle"] for row in rows) / len(rows),
     }
 

@@ -42,7 +42,7 @@ CLAIM = Claim(
     "half; between them lies neither. Retrieval needs half of the fixed points to be patterns, and "
     "is refuted below a tenth.",
     recorded="holds with a correction",
-    tests=("tests/laws/test_hopfield.py", "tests/lab/claims/test_numbering.py"),
+    tests=("tests/laws/test_hopfield.py", "tests/lab/claims/test_real_models.py"),
     needs=NEEDS,
     rules=table("""
       statement:
