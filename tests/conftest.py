@@ -58,6 +58,7 @@ TIERS = {
         "lens/test_lens_models.py",
         "lens/test_model_types.py",
         "lens/test_monitor.py",
+        "lens/test_patterns.py::test_smollm2",
         "measures/test_edges.py::test_mixtures_know_their_hull",
         "measures/test_families.py",
         "nn/test_transformer.py::test_compiles",

@@ -9,6 +9,7 @@ import pandas
 import torch
 
 import cumulant as cm
+from cumulant.lens.patterns import PATTERNS
 
 KEYS = ["input", "layer", "head", "token"]
 NUMBERS = [
@@ -79,6 +80,9 @@ def dense_table(
     first = (key_token == 0)[:, None, None].expand_as(told)
     shift = 0 if sinks is None else 1
     own = torch.arange(m).expand(batch, m) if own is None else own
+    before = own - 1 if not cross else torch.full_like(own, -1)
+    there = (before >= 0) & numbered(real_keys).gather(-1, before.clamp_min(0)).ge(0)
+    previous = (before + shift).clamp_min(0)[:, None, :, None].expand(batch, heads, m, 1)
     own = (own + shift)[:, None, :, None].expand(batch, heads, m, 1)
     sink = told[..., 0] if shift else torch.zeros_like(normalizer)
     entropy = torch.special.entr(told).sum(-1)
@@ -91,6 +95,7 @@ def dense_table(
         "score_variance": (p * (score - mean) ** 2).sum(-1),
         "top_weight": falling[..., 0],
         "self_mass": torch.zeros_like(normalizer) if cross else told.gather(-1, own)[..., 0],
+        "previous_mass": told.gather(-1, previous)[..., 0].where(there[:, None], math.nan),
         "sink_mass": (told * first).sum(-1) + sink,
         "sink_logit_mass": sink,
         "fisher_trace": covariance.diagonal(dim1=-2, dim2=-1).sum(-1),
@@ -129,7 +134,9 @@ def assert_tables(table, wanted, tolerance):
         assert table[name].tolist() == wanted[name].tolist(), name
     assert table["attention"].astype(str).tolist() == wanted["attention"].tolist()
     assert table["visible"].tolist() == wanted["visible"].tolist()
-    assert not table.isna().any().any()
+    assert not table.drop(columns=list(PATTERNS)).isna().any().any()
+    previous = table["previous_mass"].to_numpy(dtype=float, na_value=math.nan)
+    np.testing.assert_allclose(previous, wanted["previous_mass"], rtol=tolerance, atol=tolerance)
     for name in NUMBERS:
         theirs = wanted[name].to_numpy(dtype=float)
         np.testing.assert_allclose(

@@ -59,6 +59,41 @@ _ALL = (
         "T12",
     ),
     Column("sink_logit_mass", "probability", "weight on the sink logit", "T12"),
+    Column(
+        "previous_mass",
+        "probability",
+        "weight on the token before; null for the first token; for a head, the mean over the rest",
+        "T12",
+    ),
+    Column(
+        "duplicate_mass",
+        "probability",
+        "weight on earlier occurrences of the same token (the nearest 32); null where there is "
+        "none; for a head, the mean over the tokens that have one",
+        "T12",
+    ),
+    Column(
+        "induction_mass",
+        "probability",
+        "weight on the tokens that followed earlier occurrences of the same token (the nearest "
+        "32); null where there is none; for a head, the mean over the tokens that have one",
+        "T12",
+    ),
+    Column("distance", "tokens", "where distance_mass is: query minus key position", "T12"),
+    Column(
+        "distance_mass",
+        "probability",
+        "largest mean weight on one fixed distance, from 1 to 8 tokens back or ahead",
+        "T12",
+    ),
+    Column(
+        "repeat_induction",
+        "probability",
+        "induction_mass on the standard test: 50 random tokens, then the same 50 again",
+        "T12",
+    ),
+    Column("repeat_duplicate", "probability", "duplicate_mass on the same test", "T12"),
+    Column("repeat_previous", "probability", "previous_mass on the same test", "T12"),
     Column("fisher_trace", "key units^2", "tr Cov_i[k]", "T1"),
     Column("leading_eigenvalue", "key units^2", "largest eigenvalue of Cov_i[k]", "T14"),
     Column("k90_fraction", "fraction", "median over tokens of k90 / visible", "T21"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from cumulant.core.errors import InputError
 from cumulant.lens.models import quiet, reason_of
 
-__all__ = ["Encoded", "batches", "embeddings", "encode", "fitting", "max_length"]
+__all__ = ["Encoded", "batches", "embeddings", "encode", "fitting", "max_length", "surroundings"]
 
 LENGTH = "max_{}position_embeddings"
 LIMITS = (*(LENGTH.format(x) for x in ("", "encoder_", "decoder_")), "n_positions")
@@ -165,6 +165,15 @@ def _split(tokenizer: Any, text: Any, name: str) -> tuple[list[int], list[int], 
     if start is None:  # special tokens amid the text: pieces are cut as it stands
         return [], full, []
     return full[:start], content, full[start + len(content) :]
+
+
+def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    try:
+        before, _, after = _split(tokenizer, "a", "a text")
+    except InputError:  # it does not know the letter
+        return [], []
+    return before, after
 
 
 def _display(tokenizer: Any, ids: Sequence[int]) -> list[str]:

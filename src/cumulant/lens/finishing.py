@@ -6,15 +6,13 @@ import shutil
 import time
 from typing import Any
 
-from torch import nn
-
 from cumulant.lens.examination import Examination
 from cumulant.lens.keeping import InFolder, Store
 from cumulant.lens.partial import FINISHED, finish_move, mark_complete
 from cumulant.lens.reading import SHOWN, Reading
-from cumulant.lens.recorder import Layer, Recorder
+from cumulant.lens.recorder import Recorder
+from cumulant.lens.repeats import repeat_columns
 from cumulant.lens.summary import (
-    HeadSums,
     link_columns,
     model_facts,
     nullable,
@@ -54,7 +52,7 @@ def finish(
     for row in rows:
         row.update(sensitive.get(row["layer"], {}))
     tables = {
-        "heads": nullable(_heads(model, reading.sums, recorder, layers)),
+        "heads": nullable(_heads(reading, recorder)),
         "layers": nullable(rows),
         "expansions": nullable([] if probe is None else probe.expansions()),
         "partition": nullable(partition_rows(model)),
@@ -91,16 +89,21 @@ def finish(
     return found
 
 
-def _heads(
-    model: nn.Module, sums: HeadSums, recorder: Recorder, layers: list[Layer]
-) -> list[dict[str, Any]]:
-    """One row per head: sums over tokens, what its weights say, the link."""
-    rows: list[dict[str, Any]] = []
-    for layer in layers:
+def _heads(reading: Reading, recorder: Recorder) -> list[dict[str, Any]]:
+    """One row per head: sums over tokens, the test of repeats, what its weights say, the link."""
+    model, rows = reading.model, list[dict[str, Any]]()
+    repeats = repeat_columns(model, reading.tokenizer, reading.limit)
+    for key, layer in recorder.layers.items():
         states = None if recorder.probe is None else recorder.probe.attended(layer.number)
-        weights = weight_columns(model, layer, states)
-        parts = (sums.rows(layer), weights, link_columns(recorder, layer))
-        rows += [{**a, **b, **c} for a, b, c in zip(*parts, strict=True)]
+        parts = (
+            reading.sums.rows(layer),
+            repeats.get(key, [{}] * layer.heads),
+            weight_columns(model, layer, states),
+            link_columns(recorder, layer),
+        )
+        rows += [
+            {n: x for part in own for n, x in part.items()} for own in zip(*parts, strict=True)
+        ]
     return rows
 
 

@@ -36,6 +36,7 @@ def observe(
     *,
     k90: bool = True,
     spectrum: bool = True,
+    patterns: bool = True,
     energy: bool = False,
     layers: bool = False,
 ) -> Scope[Lens]:
@@ -57,6 +58,8 @@ def observe(
         model: any ``nn.Module``.
         k90: include k90, class and top key, which need sorted rows of weights.
         spectrum: include the leading eigenvalue of Cov[k], the most expensive statistic.
+        patterns: include the weights on the previous token, on earlier occurrences of the same
+            token, and on what followed them (induction).
         energy: include the Hopfield energy of each head's own update (T19), in a second pass.
         layers: include expansion, contraction and shape of the hidden states (T14, T15, T17).
 
@@ -75,7 +78,7 @@ def observe(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"observe takes a torch.nn.Module, not a {type(model).__name__}.")
-    wanted = Wanted(order=k90, spectrum=spectrum, energy=energy, layers=layers)
+    wanted = Wanted(order=k90, spectrum=spectrum, patterns=patterns, energy=energy, layers=layers)
 
     def begin() -> Begun[Lens]:
         begun = _begin(model, wanted, 0)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
+from cumulant.lens.patterns import Asked, asked, masses
 from cumulant.lens.sampling import Sample, sampled
 from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform
 from cumulant.lens.statistics import Positions, Top, statistics, top_keys
@@ -28,7 +29,8 @@ SINK_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: k90 and the top key, the leading eigenvalue, energy, layers, received mass.
+    """What to measure: k90 and the top key, the leading eigenvalue, patterns, energy, layers,
+    received mass.
 
     `links` and `top` are how many texts, from the first, to test the link on and to keep the five
     largest weights of. With `sample`, only some queries of a training step are measured, once for
@@ -37,6 +39,7 @@ class Wanted:
 
     order: bool = True
     spectrum: bool = True
+    patterns: bool = True
     energy: bool = False
     links: int = 0
     top: int = 0
@@ -62,13 +65,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Record:
-    """Statistics of one call: ``(B, H, M)`` each, with the texts and the tokens they belong to."""
+    """Statistics of one call: ``(B, H, M)`` each, with the texts and the tokens they belong to.
+
+    ``sums`` are per head, over the real tokens.
+    """
 
     layer: int
     inputs: list[int]
     real: Tensor
     token: Tensor
     columns: dict[str, Tensor]
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 class Recorder:
@@ -142,8 +149,13 @@ class Recorder:
             return
         positions = self._positions(call, frame)
         inputs = self._inputs(frame, call.query.shape[0])
+        keys = self._asked(call, positions) if self.wanted.patterns else None
         columns = statistics(
-            call, positions, order=self.wanted.order, spectrum=self.wanted.spectrum
+            call,
+            positions,
+            order=self.wanted.order,
+            spectrum=self.wanted.spectrum,
+            asked=None if keys is None else keys.marks(),
         )
         if self.wanted.received and not call.cross:
             columns["received"] = _received(call, positions.real)
@@ -151,6 +163,12 @@ class Recorder:
             columns["energy_change"] = energy_change(call)
         seen = (columns["visible"] > 0).any(1)
         real = positions.real & seen
+        sums: dict[str, Tensor] = {}
+        if keys is not None:
+            found = masses(columns.pop("asked"), keys, real)
+            columns |= found.columns
+            if not call.cross:
+                sums = {"distances": found.distances, "distance_counts": found.counts}
         usable = bool(
             columns["log_normalizer"][real[:, None].expand_as(columns["entropy"])].isfinite().all()
         )
@@ -173,8 +191,22 @@ class Recorder:
                 real.cpu(),
                 positions.token.cpu(),
                 {name: x.cpu() for name, x in columns.items()},
+                sums,
             )
         )
+
+    def _asked(self, call: AttentionCall, positions: Positions) -> Asked:
+        """The keys that the patterns of heads name; tokens only where the stack was given ids."""
+        owner = self.stack.innermost(is_model)
+        ids = None if owner is None else owner.given.get("input_ids")
+        shape = positions.key_token.shape
+        if (
+            call.cross
+            or not isinstance(ids, Tensor)
+            or not ids.shape == positions.own.shape == shape
+        ):
+            return asked(positions, None)
+        return asked(positions, ids.to(positions.own.device))
 
     def _given(self, module: nn.Module) -> Tensor | None:
         """The states ``(B, T, D)`` that an attention module was called with."""

@@ -15,7 +15,7 @@ from cumulant.lens.texts import Text
 __all__ = ["NAMED", "State", "digest_of", "identity"]
 
 NAMED = 5  # notes that name a text that was too long
-FORMAT = 2  # of the records in the journal
+FORMAT = 3  # of the records in the journal
 
 
 @dataclass

@@ -40,12 +40,19 @@ class Top(NamedTuple):
 
 @torch.no_grad()
 def statistics(
-    call: AttentionCall, positions: Positions, *, order: bool = True, spectrum: bool = True
+    call: AttentionCall,
+    positions: Positions,
+    *,
+    order: bool = True,
+    spectrum: bool = True,
+    asked: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Every per-token column of the tables that a call determines, each ``(B, H, M)``.
 
     Memory is linear in the lengths. `order` adds k90 and the top key, `spectrum` the leading
-    eigenvalue of Cov[k], which takes two dozen further matrix products.
+    eigenvalue of Cov[k], which takes two dozen further matrix products. The weights on keys that
+    `asked` ``(B, M, c)`` names by number come back as ``asked`` ``(B, H, M, c)``, 0 for negative
+    numbers.
     """
     prepared = call.prepared().sink_as_key()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
@@ -62,6 +69,8 @@ def statistics(
         ],
         -1,
     )
+    if asked is not None:
+        marks = torch.cat([marks, torch.where(asked < 0, -1, asked + shift)], -1)
     lead = (1,) * (arguments["query"].ndim - 3)
     kind = arguments["query"].dtype
     arguments["marks"] = marks.reshape(len(marks), *lead, *marks.shape[1:]).to(kind)
@@ -71,7 +80,7 @@ def statistics(
         found["log_normalizer"] = found["log_normalizer"] + prepared.lift
     found = {name: prepared.finish(x) for name, x in found.items()}
     column = {name: x[..., 0] for name, x in found.items() if name != "marked"}
-    own, start, sink = found["marked"].unbind(-1)
+    own, start, sink = found["marked"][..., :3].unbind(-1)
     out = {
         "log_normalizer": column["log_normalizer"],
         "entropy": column["entropy"],
@@ -91,6 +100,8 @@ def statistics(
         out["top_weight"] = column["top_weight"]
     if spectrum:
         out["leading_eigenvalue"] = column["leading"]
+    if asked is not None:
+        out["asked"] = found["marked"][..., 3:]
     return out
 
 

@@ -16,6 +16,7 @@ from cumulant.core.typed import tolist
 from cumulant.lens.encoding import embeddings
 from cumulant.lens.forms import FEWEST, form_rows, rotation, whitened
 from cumulant.lens.partition import partition
+from cumulant.lens.patterns import DISTANCES, PATTERNS
 from cumulant.lens.recorder import Layer, Record, Recorder
 from cumulant.lens.sensitivity import Group, sensitivity
 from cumulant.lens.tables import pandas
@@ -71,6 +72,12 @@ class HeadSums:
             change = record.columns["energy_change"]
             rises = change > 1e-4 * (1 + record.columns["fisher_trace"])
             sums["energy_rises"] = (rises & keep).sum((0, 2)).double()
+        for name in PATTERNS:
+            if name in record.columns:
+                there = keep & ~record.columns[name].isnan()
+                sums[name] = torch.where(there, record.columns[name].double(), 0.0).sum((0, 2))
+                sums[f"{name}_count"] = there.sum((0, 2)).double()
+        sums |= record.sums
         if "leading_eigenvalue" in record.columns:
             leading = torch.where(keep, record.columns["leading_eigenvalue"].double(), 0.0)
             sums["leading"] = leading.amax((0, 2))
@@ -113,6 +120,7 @@ class HeadSums:
         for name in (*_MEANS, "energy_rises"):
             if name in sums:
                 columns[name] = tolist(sums[name] / count)
+        columns |= _pattern_columns(sums)
         if "leading" in sums and not layer.capped:  # a cap has a slope of its own
             columns["lipschitz"] = tolist(layer.scale * sums["leading"])
         where = {
@@ -124,6 +132,21 @@ class HeadSums:
             {"layer": layer.number, "head": h, **where, **{n: x[h] for n, x in columns.items()}}
             for h in range(layer.heads)
         ]
+
+
+def _pattern_columns(sums: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Means over the tokens that have the pattern, None for a head without any."""
+    columns: dict[str, list[Any]] = {}
+    for name in PATTERNS:
+        if name in sums and bool(sums[f"{name}_count"].any()):
+            mean = tolist(sums[name] / sums[f"{name}_count"])
+            columns[name] = [None if x != x else x for x in mean]
+    if "distances" in sums and bool(sums["distance_counts"].any()):
+        mean = sums["distances"] / sums["distance_counts"].clamp_min(1.0)
+        largest = mean.max(-1)
+        columns["distance"] = [DISTANCES[i] for i in tolist(largest.indices)]
+        columns["distance_mass"] = tolist(largest.values)
+    return columns
 
 
 def weights_of(model: nn.Module, layer: Layer) -> Projections | None:

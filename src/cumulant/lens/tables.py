@@ -10,6 +10,7 @@ import torch
 
 from cumulant.core.errors import InputError
 from cumulant.lens.layers import LayerProbe
+from cumulant.lens.patterns import PATTERNS
 from cumulant.lens.recorder import Record, Recorder
 from cumulant.memory.classes import EDGES, NAMES
 
@@ -23,6 +24,7 @@ TOKEN_COLUMNS = (
     *("input", "layer", "head", "token", "attention", "log_normalizer", "entropy"),
     *("effective_keys", "k90", "class", "visible", "score_variance", "top_key", "top_weight"),
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
+    *PATTERNS,
     *("energy_change", "received"),
 )
 
@@ -122,6 +124,10 @@ def token_table(recorder: Recorder) -> DataFrame:
     names = {x.number: x.name for x in recorder.layers.values()}
     parts = [_columns(r, names[r.layer]) for r in recorder.records]
     joined = {n: torch.cat([p[n] for p in parts]).numpy() for n in parts[0]}
+    for name in PATTERNS:  # null where a token has no such key
+        if name in joined:
+            missing = joined[name] != joined[name]
+            joined[name] = frames.arrays.FloatingArray(joined[name], missing)
     table = frames.DataFrame({n: joined[n] for n in TOKEN_COLUMNS if n in joined})
     layers = table["layer"].map(kinds)
     table.insert(4, "attention", frames.Categorical(layers, categories=["self", "cross"]))
@@ -150,7 +156,7 @@ def _columns(record: Record, name: str) -> dict[str, torch.Tensor]:
         values = x[keep]
         if column in _WHOLE:
             values = values.long()
-        elif not bool(values.isfinite().all()):
+        elif column not in PATTERNS and not bool(values.isfinite().all()):
             raise InputError(
                 f"{column} of layer {record.layer} ({name}) is not finite: the model's queries or "
                 "keys hold NaN or infinity. Try float32 instead of half precision."

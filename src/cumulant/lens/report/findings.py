@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 from statistics import mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from cumulant.lens.report import naming
+from cumulant.lens.report.finding import Finding
 from cumulant.lens.report.numbers import column, has
 from cumulant.pages import count, deviation, number, share
 
@@ -22,17 +24,8 @@ NEARLY = 0.9
 STEADY = 0.1
 
 
-class Finding(NamedTuple):
-    """A headline, a sentence with the numbers, their source, and the section's name."""
-
-    headline: str
-    sentence: str
-    evidence: str
-    section: str
-
-
 def findings(data: ReportData) -> list[Finding]:
-    """The findings that have numbers, in the order of the page's sections."""
+    """The findings that have numbers: named heads first, then where weight goes, then theory."""
     found = (question(data) for question in QUESTIONS)
     return [finding for finding in found if finding is not None]
 
@@ -127,8 +120,10 @@ def _sinks(data: ReportData) -> Finding | None:
         if heavy
         else f"the largest share is {share(means[top])}, in layer {top}"
     )
+    strongest = naming.ranked(data, "sink_mass")[0]
     return Finding(
-        f"{share(everything)} of attention goes to the sink",
+        f"{share(everything)} of attention goes to the sink, most in {naming.said(strongest)} "
+        f"({share(strongest.score)})",
         f"Averaged over heads and tokens, {share(everything)} of the weight is on {what} "
         f"{_here(data)}{uniform}; {where}.",
         "Mean of sink_mass over the tokens of each head, then over heads.",
@@ -355,8 +350,12 @@ def _link(data: ReportData) -> Finding | None:
 
 
 QUESTIONS: tuple[Callable[[ReportData], Finding | None], ...] = (
-    _classes,
+    naming.induction,
+    naming.previous,
     _sinks,
+    naming.duplicate,
+    naming.distance,
+    _classes,
     _expansion,
     _energy,
     _potential,
