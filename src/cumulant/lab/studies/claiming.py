@@ -25,8 +25,16 @@ class StudyClaim(NamedTuple):
 
 
 def study_claims() -> list[StudyClaim]:
-    """A claim for each recorded study whose file says one."""
-    return [study_claim(x) for x in recorded().values() if x.study.claim]
+    """A claim for each recorded study whose file says one and whose controls passed.
+
+    Without its controls an experiment means nothing, and the ledger would call it a departure.
+    """
+    return [study_claim(x) for x in recorded().values() if x.study.claim and _sound(x)]
+
+
+def _sound(results: Results) -> bool:
+    lines, _ = judgments(results.study, results.runs)
+    return all(x.measured.outcome == "passed" for x in lines if x.rule.form == "control")
 
 
 def study_claim(results: Results) -> StudyClaim:
