@@ -1,6 +1,6 @@
 """What a visitor may change in a model: single heads, whole layers.
 
-Shape legend: H heads, M queries, N keys, d and e features of keys and values.
+Shape legend: B texts, H heads, M queries, N keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
+from cumulant.lens.laws import continuous
 
-__all__ = ["Change", "Edits", "gaussian_mean", "parse"]
+__all__ = ["Change", "Edits", "parse"]
 
 Kind = Literal["temperature", "no_sink", "uniform", "gaussian", "skip"]
 HOTTEST, COLDEST = 100.0, 0.01
@@ -70,7 +71,7 @@ class Edits:
     """Changes as edits of attention calls.
 
     Temperatures, uniform heads and hidden sinks give another call, with weights of its own. A head
-    replaced by a Gaussian has no weights: only its output changes.
+    replaced by a Gaussian (T40) has no weights: only its output changes.
     """
 
     def __init__(self, changes: Sequence[Change]) -> None:
@@ -95,9 +96,10 @@ class Edits:
             return None
         call = self.call(layer, call)
         mean = call.attend().mean
-        for head in sorted({x.head for x in changes if x.kind == "gaussian"}):
+        gaussian = sorted({x.head for x in changes if x.kind == "gaussian"})
+        if gaussian:
             mean = mean.clone()
-            mean[:, head] = gaussian_mean(call, head)
+            mean[:, gaussian] = continuous(call)[:, gaussian].to(mean.dtype)
         return mean
 
     def _of(self, layer: int) -> tuple[Change, ...]:
@@ -126,21 +128,3 @@ def _without_first(call: AttentionCall, head: int) -> AttentionCall:
     others = seen[:, head, :, 1:].any(-1)
     seen[:, head, :, 0] &= ~others
     return replace(call, mask=seen, causal=False)
-
-
-def gaussian_mean(call: AttentionCall, head: int) -> Tensor:
-    """E[v] of a head if (k, v) were Gaussian with the moments of its visible keys (T3, T40).
-
-    E[v] = mean v + Cov[v, k] eta with eta = scale q, for every query over the keys that it sees,
-    ``(B, M, e)``; moments by cumulative sums where attention is causal, in double precision.
-    """
-    own = head // (call.query.shape[1] // call.key.shape[1])
-    eta = call.query[:, head].double() * call.scale
-    key, value = call.key[:, own].double(), call.value[:, own].double()
-    seen = _visible(call)[:, head].double()
-    count = seen.sum(-1, keepdim=True).clamp_min(1)
-    share = seen / count
-    key_mean, value_mean = share @ key, share @ value  # (B, M, d), (B, M, e)
-    # Cov[v, k] eta = E[v <k, eta>] - E[v] <E[k], eta>: no matrix for each query.
-    tilt = eta @ key.mT - (eta * key_mean).sum(-1, keepdim=True)  # (B, M, N)
-    return (value_mean + (share * tilt) @ value).to(call.value.dtype)

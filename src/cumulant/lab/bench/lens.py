@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.progress import ProgressCallback, counted
+from cumulant.core.typed import functions
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, clock, interleave, row
 from cumulant.lens.models import load
@@ -99,7 +100,7 @@ def _trained(steps: int, monitored: bool) -> Callable[[], object]:
     ids = _ids(8, 128, 1000)["input_ids"]
 
     def train() -> None:
-        torch.manual_seed(0)
+        functions.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config).train()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
         monitor = Monitor(model) if monitored else None
