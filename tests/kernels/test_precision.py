@@ -231,3 +231,28 @@ def test_rows_too_long_for_one_tile(word, monkeypatch):
         return tuple(a[f] for f in fields)
 
     assert_close(*(differentiate(f, word, ts, cotangent)(*xs) for f in (ours, oracle)), 1e-10)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_on_the_cpu_is_float32_rounded_once(dtype, name):
+    """Bit by bit, with the gradient: only engines that compute in half precision are given it."""
+    generator = torch.Generator().manual_seed(0)
+    halves = [torch.randn(n, D, generator=generator).to(dtype) for n in (M, N, N)]
+    bias = BIAS.to(dtype)
+
+    def fields(xs, given):
+        xs = [x.clone().requires_grad_() for x in xs]
+        a = cm.attend(*xs, attn_mask=given)
+        seeds = torch.ones_like(a.mean), torch.ones_like(a.log_normalizer)
+        first = torch.autograd.grad((a.mean, a.log_normalizer), xs, seeds, create_graph=True)
+        second = torch.autograd.grad(first, xs, [torch.ones_like(x) for x in first])
+        return [a.mean, *first, *second], [a.log_normalizer, a.entropy]
+
+    for given in (None, bias):
+        with cm.engine(name):
+            narrow, columns = fields(halves, given)
+            wider = None if given is None else bias.float()
+            wide, levels = fields([x.float() for x in halves], wider)
+        assert all(torch.equal(x, y.to(dtype)) for x, y in zip(narrow, wide, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(columns, levels, strict=True))

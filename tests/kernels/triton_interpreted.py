@@ -264,6 +264,103 @@ def test_derivatives_in_half_precision(asked):
     assert_close([x.double() for x in found], theirs, 1e-3)
 
 
+@pytest.fixture
+def read(asked, monkeypatch):
+    """The types of the vectors and of the bias that every launch read: (kernel, vectors, bias)."""
+    from cumulant.kernels.triton import answers
+
+    seen, launch = [], answers.launch
+    vectors = ("value", "along_query", "along_key", "along_value", "seed_mean")
+
+    def noted(kernel, grid, given, **named):
+        z, change = given[:2]
+        views = [z.query, z.key, *(getattr(change, n, None) for n in vectors)]
+        views += [change] if kernel == "forward" else []
+        kinds = {x.data.dtype for x in views if x is not None}
+        seen.append((kernel, kinds, None if z.bias is None else z.bias.data.dtype))
+        return launch(kernel, grid, given, **named)
+
+    monkeypatch.setattr(answers, "launch", noted)
+    return seen
+
+
+def half_calls():
+    """Calls of `attend` on (q, k, v, bias, sink), and the same written out."""
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()
+
+    def plain(q, k, v):
+        a = cm.attend(q, k, v)
+        return a.mean, a.log_normalizer, a.entropy
+
+    def everything(q, k, v, bias, sink):
+        a = cm.attend(q, k, v, attn_mask=bias, window=(None, 0), enable_gqa=True, sink=sink)
+        return a.mean, a.log_normalizer
+
+    def written(q, k, v, bias, sink):
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        s = (q @ k.mT / 4 + bias).masked_fill(~seen, -math.inf)
+        s = torch.cat([sink[:, None, None].expand(4, 20, 1), s], -1)
+        return s.softmax(-1)[..., 1:] @ v, s.logsumexp(-1)
+
+    wide = ((4, 20, 16), (2, 20, 16), (2, 20, 8), (20, 20), (4,))
+    return {
+        "plain": (plain, dense, ((20, 16), (50, 16), (50, 24))),
+        "everything": (everything, written, wide),
+    }
+
+
+def rounded(shapes, number):
+    """Random numbers that float16 holds, in float64."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(x, generator=generator).half().double() for x in shapes]
+
+
+@pytest.mark.parametrize("word", ["plain", "everything"])
+def test_half_precision_reaches_the_kernels(asked, read, word):
+    """`attend` on float16: value, tangent, gradient and double backward by kernels in float16."""
+    ours, theirs, shapes = half_calls()[word]
+    points, along = rounded(shapes, 0), rounded(shapes, 1)
+
+    def every(function, kind):
+        xs, moved = ([x.to(kind) for x in named] for named in (points, along))
+        leaves = [x.clone().requires_grad_() for x in xs]
+        values = function(*leaves)
+        weights = rounded([x.shape for x in values], 2)
+        _, tangents = torch.func.jvp(lambda *xs: tuple(function(*xs)), tuple(xs), tuple(moved))
+        first = torch.autograd.grad(
+            values[:2],
+            leaves,
+            [w.to(x.dtype) for w, x in zip(weights, values[:2], strict=False)],
+            create_graph=True,
+        )
+        second = torch.autograd.grad(first, leaves, moved)
+        return [x.detach() for x in (*values, *tangents, *first, *second)]
+
+    found, expected = every(ours, torch.float16), every(theirs, torch.float64)
+    halves = [x.dtype for x in found]
+    rows = 2 if word == "everything" else 3
+    columns = [torch.float16, *[torch.float32] * (rows - 1)]
+    assert halves == [*columns * 2, *[torch.float16] * (2 * len(shapes))]
+    assert {"forward", "tangent", "gradient", "curvature"} == set(asked)  # no "no forward"
+    bias = torch.float32 if word == "everything" else None
+    assert {kernel for kernel, *_ in read} >= {"forward", "rows", "means", "to_queries", "to_keys"}
+    assert all(kinds == {torch.float16} and kind == bias for _, kinds, kind in read)
+    assert_close([x.double() for x in found], expected, 2e-3)
+    exact = [(x, y) for x, y in zip(found, expected, strict=True) if x.dtype == torch.float32]
+    assert_close(
+        [x.double() for x, _ in exact[: rows - 1]], [y for _, y in exact[: rows - 1]], 1e-5
+    )
+
+
+def test_a_tensor_scale_is_computed_in_float32(asked, read):
+    """The scaled queries are not the caller's: 2000 times them would overflow float16."""
+    q, k, v = (x.half() for x in qkv(5, 6))
+    a = cm.attend(q, k / 2000, v, scale=torch.full((), 2000.0))
+    expected = (2000 * q.double() @ (k / 2000).double().mT).logsumexp(-1)
+    assert_close([a.log_normalizer.double()], [expected], 1e-5)
+    assert [kinds for _, kinds, _ in read] == [{torch.float32}]
+
+
 def test_a_call_with_everything(asked):
     """Grouped heads, a sink, a mask and a causal band through `attend`, differentiated twice."""
     q = torch.randn(1, 4, 9, 16, dtype=torch.float64)

@@ -48,7 +48,7 @@ class Call:
     """A checked call: the kernels' arguments and options, and the way back.
 
     A tensor scale has been multiplied into the queries, grouped heads are an extra batch dimension,
-    half precision has become float32.
+    half precision has become float32 (and half again for an engine that computes in it).
 
     Attributes:
         arguments: named tensors of equal rank, as `kernels.attention` takes them.
@@ -142,7 +142,8 @@ def prepare(
     sink = None
     if given.sink is not None:
         sink = sink_logits(given, (*batch, query.shape[-2]), compute)
-    narrow = dtype if dtype in HALF else None
+    # A tensor scale has made other queries than the caller's, which half precision may not hold.
+    narrow = dtype if dtype in HALF and not isinstance(given.scale, Tensor) else None
     options = Options(scale, pairs.band, given.dropout_p, narrow=narrow)
     return Call(arguments, options, dtype, lift, sink, groups)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulant.kernels import formulas, fused
-from cumulant.kernels.engines import compiled
+from cumulant.kernels.engines import compiled, narrowed
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.streaming import ORDER, Options, grid_of
 from cumulant.kernels.tiles import Arguments, Named, Program, Result, Shortcut, tile_sum
@@ -93,7 +93,8 @@ def _asking(question: str, options: Options, kept: Named | None = None) -> Short
         if out is None and (engine := compiled(arguments["query"].device)) is not None:
             ask = {"tangent": engine.tangent, "gradient": engine.gradient}
             answer = ask.get(question, engine.curvature)
-            out = answer(program, arguments, scale=options.scale, rate=options.dropout)
+            given = narrowed(engine, arguments, options.narrow)
+            out = answer(program, given, scale=options.scale, rate=options.dropout)
         if out is None and question == "gradient" and kept is None:
             out = _fused_backward(program, arguments, options=options)
         return out

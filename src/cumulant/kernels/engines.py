@@ -26,11 +26,17 @@ from cumulant.kernels.native.library import Missing, library
 from cumulant.kernels.tiles import Arguments, Band, Named, Program
 from cumulant.kernels.triton.recording import recorded, validated
 
-__all__ = ["Engine", "Status", "compiled", "engine", "engines"]
+__all__ = ["Engine", "Status", "compiled", "engine", "engines", "narrowed"]
 
 
 class Engine(Protocol):
-    """Engine interface. Arguments are named as in ``attention.py``; ``None`` means unsupported."""
+    """Engine interface. Arguments are named as in ``attention.py``; ``None`` means unsupported.
+
+    Results are as wide as sums are: float32 also where the vectors came in half precision.
+    """
+
+    @property
+    def takes_half(self) -> bool: ...
 
     def forward(
         self, arguments: Named, *, scale: float, band: Band, rate: float, fields: tuple[str, ...]
@@ -167,3 +173,21 @@ def compiled(device: torch.device | None = None) -> Engine | None:
     except Missing:
         return None
     return cast(Engine, answers)
+
+
+_VECTORS = ("query", "key", "value", "mean")
+
+
+def narrowed(engine: Engine, arguments: Named, narrow: torch.dtype | None) -> Named:
+    """The arguments as `engine` takes them: vectors in the caller's half precision, if it can.
+
+    They were widened for the other engines (``attention/inputs.py``), so nothing is lost; under
+    autocast, vectors that came in float32 are rounded, as autocast does. The bias and one number
+    per query stay float32.
+    """
+    if narrow is None or not engine.takes_half or arguments["query"].dtype != torch.float32:
+        return arguments
+    return {
+        n: x.to(narrow) if n.split(" ")[-1] in _VECTORS else x  # also "tangent query" and the like
+        for n, x in arguments.items()
+    }

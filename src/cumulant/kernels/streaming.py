@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.core.typed import functions, linalg
 from cumulant.kernels import formulas, fused
-from cumulant.kernels.engines import compiled
+from cumulant.kernels.engines import compiled, narrowed
 from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.ring import Ring
@@ -189,7 +189,11 @@ def _compiled_forward(options: Options, arguments: Named) -> Sequence[Tensor] | 
         return None
     fields = ("entropy", *EXTRAS) if options.entropy else ()
     done = engine.forward(
-        arguments, scale=options.scale, band=options.band, rate=options.dropout, fields=fields
+        narrowed(engine, arguments, options.narrow),
+        scale=options.scale,
+        band=options.band,
+        rate=options.dropout,
+        fields=fields,
     )
     return None if done is None else [done[n] for n in (*ORDER[:2], *fields)]
 

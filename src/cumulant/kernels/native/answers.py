@@ -16,7 +16,9 @@ from torch import Tensor
 from cumulant.kernels.native.library import Kernel, library
 from cumulant.kernels.tiles import Arguments, Band, Named, Program
 
-__all__ = ["curvature", "forward", "gradient", "potential", "statistics", "tangent"]
+__all__ = ["curvature", "forward", "gradient", "potential", "statistics", "takes_half", "tangent"]
+
+takes_half = False
 
 # The numbers are those of `Slot` in problem.hpp.
 _SLOTS = {

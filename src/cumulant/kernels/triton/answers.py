@@ -19,8 +19,9 @@ from cumulant.kernels.triton.blocks import Blocks
 from cumulant.kernels.triton.recording import choose
 from cumulant.kernels.triton.tile import Change, Measure, Moments, View, tile_of
 
-__all__ = ["curvature", "forward", "gradient", "potential", "statistics", "tangent"]
+__all__ = ["curvature", "forward", "gradient", "potential", "statistics", "takes_half", "tangent"]
 
+takes_half = True
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 256
@@ -28,6 +29,7 @@ _MOST_PAIRS = 2**31 - 2**16  # queries and keys are counted in int32
 _MOST_MEMBERS = 65_535  # of the second dimension of a launch
 _MEASURE = ("query", "key", "value", "bias", "mask", "seed", "cap")
 _VALUES = ("value", "along value", "cotangent mean")
+_VECTORS = ("query", "key", "along query", "along key", *_VALUES)  # of one dtype
 _PAIRS = ("bias", "mask", "seed", "cap")
 _COLUMNS = ("log_normalizer", "cotangent log_normalizer", "cotangent entropy")
 
@@ -46,7 +48,7 @@ def _taken(arguments: Named) -> Arguments | None:
             continue  # nobody asks for a mean
         if type(x) not in _PLAIN or x.device != query.device or x.layout != torch.strided:
             return None
-        if x.numel() == 0 or (name not in ("mask", "seed", *_COLUMNS) and x.dtype != query.dtype):
+        if x.numel() == 0 or (name in _VECTORS and x.dtype != query.dtype):
             return None
         zeros = x._is_zerotensor()
         out[name] = (

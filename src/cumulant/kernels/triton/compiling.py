@@ -88,9 +88,9 @@ def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iter
     measure = {"query": tensor(m, d), "key": tensor(m, d), "value": tensor(m, e)}
     along = {n: x.clone() for n, x in measure.items()}
     rate = 0.0
-    if pairs:
-        along["bias"] = tensor(m, m)
-        measure |= {"bias": tensor(m, m), "mask": tensor(m, m, kind=torch.bool)}
+    if pairs:  # a bias is float32 beside vectors of any type
+        along["bias"] = tensor(m, m, kind=torch.float32)
+        measure |= {"bias": along["bias"].clone(), "mask": tensor(m, m, kind=torch.bool)}
         measure["seed"], rate = tensor(1, 1, kind=torch.int32), 0.1
     level = {"log_normalizer": tensor(m, 1, kind=torch.float32)}
     seeds = {"cotangent mean": tensor(m, e), "cotangent log_normalizer": level["log_normalizer"]}

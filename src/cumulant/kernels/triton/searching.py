@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -35,7 +35,10 @@ _HALF = {
     32: ("64x64/256/4/2 64x32/256/4/2 32x32/256/4/1",) * 2,
     64: ("64x64/256/4/2 64x32/256/4/2 32x32/256/4/1", "64x32/256/4/2 32x32/256/4/1 32x16/32/4/1"),
     128: ("64x32/256/4/2 32x32/64/4/1 32x16/64/4/1", "32x32/64/4/1 32x16/64/4/1 16x16/64/4/1"),
-    256: ("32x32/64/8/1 32x16/64/4/1 16x16/64/4/1", "32x16/64/4/1 16x16/64/4/1 16x16/32/8/1"),
+    256: (
+        "32x32/64/8/1 32x16/64/4/1 16x16/64/4/1",
+        "32x16/64/4/1 32x16/64/8/1 16x16/64/4/1 16x16/32/8/1",
+    ),
 }
 _SINGLE = {
     32: ("64x32/256/4/1 32x32/256/8/1 16x16/256/4/1", "64x16/256/4/1 32x16/256/4/1 16x16/256/4/1"),
@@ -68,21 +71,25 @@ def main() -> int:
     """Search what the file does not have; 1 if some kernel fits nowhere."""
     path = Path(sys.argv[1])
     lines = path.read_text().splitlines() if path.exists() else []
-    known = {" ".join(x.split()[:4]): x for x in lines if x and not x.startswith("#")}
+    filled = (x for x in lines if not x.startswith("#") and len(x.split()) > 4)
+    known = {" ".join(x.split()[:4]): x for x in filled}
+    cells = {
+        f"{target} {str(dtype).removeprefix('torch.')} {width} {kernel}": (dtype, width, kernel)
+        for target, dtype, width, kernel in product(
+            TARGETS, (torch.float32, torch.float16), WIDTHS, KERNELS
+        )
+    }
     missing = False
-    for target in sys.argv[2:] or TARGETS:
-        for dtype in (torch.float32, torch.float16):
-            for width in WIDTHS:
-                for kernel in KERNELS:
-                    key = f"{target} {str(dtype).removeprefix('torch.')} {width} {kernel}"
-                    if key in known:
-                        continue
-                    found = search(target, dtype, width, kernel)
-                    missing |= not any(b.pairs for b in found)
-                    known[key] = " ".join([key, *map(str, found)])
-                    sys.stdout.write(f"{known[key]}\n")
-                    sys.stdout.flush()
-                    write_file(path, _HEADER + "\n".join(known.values()) + "\n")
+    for key, cell in cells.items():
+        target = key.split()[0]
+        if key in known or target not in (sys.argv[2:] or TARGETS):
+            continue
+        found = search(target, *cell)
+        missing |= not found
+        known[key] = " ".join([key, *map(str, found)])
+        sys.stdout.write(f"{known[key]}\n")
+        sys.stdout.flush()
+        write_file(path, _HEADER + "\n".join(known[k] for k in cells if k in known) + "\n")
     return int(missing)
 
 

@@ -177,10 +177,10 @@ def _no_tile(*_: object) -> dict[str, Tensor]:
 
 
 def _on(device: torch.device, dtype: torch.dtype, inputs: Named) -> dict[str, Tensor]:
-    """The inputs as the engine takes them: columns in float32, masks and seeds as they are."""
-    columns = ("cotangent log_normalizer",)
+    """The inputs as calls give them: bias, cap and columns in float32, the vectors in `dtype`."""
+    wide = ("cotangent log_normalizer", "bias", "along bias", "cap")
     return {
-        n: x.to(device, torch.float32 if n in columns else dtype)
+        n: x.to(device, torch.float32 if n in wide else dtype)
         if x.is_floating_point()
         else x.to(device)
         for n, x in inputs.items()

@@ -163,7 +163,8 @@ def counted(lines: Iterable[str], size: int) -> Corpus:
 
 def austen(size: int) -> Corpus:
     """Jane Austen's novels, counted by `counted`; the text itself is in examples/data."""
-    with np.load(Path(__file__).parents[1] / "data" / "austen-pairs.npz") as file:
+    path = Path(__file__).parents[1] / "data" / "austen-pairs.npz"
+    with np.load(path, allow_pickle=False) as file:
         pairs = functions.from_numpy(file["pairs"].astype(np.int64))
         words = str(file["words"]).split()
         length = int(file["length"])
