@@ -36,8 +36,11 @@ def repeated(
         seed: of the tokens.
 
     Returns:
-        None if vocabulary or context are too small.
+        None if vocabulary or context are too small, or the model reads no tokens.
     """
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids" or not hasattr(tokenizer, "all_special_ids"):
+        return None
     size = getattr(embeddings(model), "num_embeddings", None)
     words = len(tokenizer) if size is None else min(size, len(tokenizer))
     special = set(tokenizer.all_special_ids)
