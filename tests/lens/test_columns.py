@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import BartConfig, BartModel
 import cumulant as cm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lens.md").read_text("utf-8")
+examine = partial(cm.lens.examine, extras="all")
 TEXTS = ["Attention is a measure over keys, tilted by the query.", "To be, or not to be."]
 
 
@@ -34,7 +36,7 @@ def tiny_bart() -> BartModel:
 def tables():
     """Table name to columns: all that `examine` makes of MiniLM, and all that `observe` can."""
     model, tokenizer, *_ = cm.lens.load()
-    found = cm.lens.examine(model, tokenizer, TEXTS)
+    found = examine(model, tokenizer, TEXTS)
     columns = {name: set(table.columns) for name, table in found.tables.items()}
     bart = tiny_bart()
     with torch.no_grad(), cm.lens.observe(bart, energy=True, layers=True) as lens:

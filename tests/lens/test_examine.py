@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from importlib import import_module
 
 import pandas as pd
@@ -17,6 +18,7 @@ from cumulant.core.journal import Journal
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.texts import Text
 
+examine = partial(cm.lens.examine, extras="all")
 TEXTS = toy_sentences(11)
 run_module = import_module("cumulant.lens.examining")
 
@@ -38,7 +40,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def whole(model, tokenizer):
-    return cm.lens.examine(model, tokenizer, TEXTS)
+    return examine(model, tokenizer, TEXTS)
 
 
 def test_heads_are_means_of_tokens(whole):
@@ -70,7 +72,7 @@ def test_every_text_is_there_once(whole, tokenizer):
 
 
 def test_batches_do_not_matter(whole, model, tokenizer):
-    single = cm.lens.examine(model, tokenizer, TEXTS, batch_size=1)
+    single = examine(model, tokenizer, TEXTS, batch_size=1)
     a, b = whole.table(), single.table()
     for name in a.columns:
         if a[name].dtype.kind == "f":
@@ -81,7 +83,7 @@ def test_batches_do_not_matter(whole, model, tokenizer):
 
 @pytest.mark.usefixtures("small_chunks")
 def test_folder_is_the_same_as_memory(whole, model, tokenizer, tmp_path):
-    found = cm.lens.examine(model, tokenizer, iter(TEXTS), folder=tmp_path)
+    found = examine(model, tokenizer, iter(TEXTS), folder=tmp_path)
     pd.testing.assert_frame_equal(found.table(), whole.table(), check_dtype=False)
     assert len(list((tmp_path / "tokens.parquet").iterdir())) == 4
     assert not (tmp_path / ".cumulant-partial").exists()
@@ -101,16 +103,16 @@ def test_interrupted_work_goes_on(whole, model, tokenizer, tmp_path, after):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path, progress=stop)
+        examine(model, tokenizer, TEXTS, folder=tmp_path, progress=stop)
     assert not (tmp_path / "examination.json").exists()
     rest = []
-    found = cm.lens.examine(
+    found = examine(
         model, tokenizer, TEXTS, folder=tmp_path, progress=lambda p: rest.append(p.done)
     )
     assert rest == [n for n in (3, 6, 9, 11) if n > seen[-1]]
     pd.testing.assert_frame_equal(found.table(), whole.table(), check_dtype=False)
     pd.testing.assert_frame_equal(found.heads(), whole.heads())
-    straight = cm.lens.examine(model, tokenizer, TEXTS)  # in chunks of three, uninterrupted
+    straight = examine(model, tokenizer, TEXTS)  # in chunks of three, uninterrupted
     pd.testing.assert_frame_equal(found.expansions(), straight.expansions())
     pd.testing.assert_frame_equal(found.layers(), straight.layers())
     assert found.shown == whole.shown
@@ -130,10 +132,10 @@ def test_a_part_that_was_written_but_not_counted(whole, model, tokenizer, tmp_pa
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "append", crash)
         with pytest.raises(MemoryError):
-            cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+            examine(model, tokenizer, TEXTS, folder=tmp_path)
     parts = tmp_path / ".cumulant-partial" / "tokens.parquet"
     assert len(list(parts.iterdir())) == 3
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path)
     pd.testing.assert_frame_equal(found.table(), whole.table(), check_dtype=False)
 
 
@@ -143,12 +145,12 @@ def test_other_texts_or_models_do_not_continue(model, tokenizer, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path, progress=stop)
+        examine(model, tokenizer, TEXTS, folder=tmp_path, progress=stop)
     with pytest.raises(cm.InputError, match="other texts"):
-        cm.lens.examine(model, tokenizer, ["the dog", *TEXTS], folder=tmp_path)
+        examine(model, tokenizer, ["the dog", *TEXTS], folder=tmp_path)
     other = toy_model(num_hidden_layers=1)
     with pytest.raises(cm.InputError, match="another model"):
-        cm.lens.examine(other, tokenizer, TEXTS, folder=tmp_path)
+        examine(other, tokenizer, TEXTS, folder=tmp_path)
 
 
 def test_files_say_what_they_hold(whole, tmp_path):
@@ -176,13 +178,13 @@ def test_no_table_holds_nan(whole):
 
 
 def test_comparing_two_texts_and_two_models(whole, model, tokenizer):
-    other = cm.lens.examine(model, tokenizer, toy_sentences(4, seed=1))
+    other = examine(model, tokenizer, toy_sentences(4, seed=1))
     table = cm.lens.compare(whole, other)
     row = table[(table.layer == 1) & (table["head"] == 0) & (table.statistic == "entropy")]
     ours, theirs = (x.heads().query("layer == 1 and head == 0") for x in (whole, other))
     expected = float(theirs["entropy"].iloc[0] - ours["entropy"].iloc[0])
     assert float(row["difference"].iloc[0]) == pytest.approx(expected)
-    deep = cm.lens.examine(toy_model(num_hidden_layers=8), tokenizer, TEXTS[:2])
+    deep = examine(toy_model(num_hidden_layers=8), tokenizer, TEXTS[:2])
     table = cm.lens.compare(whole, deep)
     assert set(table.columns) == {"quarter", "statistic", "first", "second", "difference"}
     first = whole.heads().query("layer == 0")["entropy"].median()
@@ -208,21 +210,21 @@ def test_top_keys_are_the_largest_weights(model, tokenizer, whole):
 
 def test_windows_and_truncation(model, tokenizer):
     long = " ".join(["the cat sat"] * 20)
-    cut = cm.lens.examine(model, tokenizer, long)
+    cut = examine(model, tokenizer, long)
     assert cut.inputs()["tokens"].tolist() == [24]
     assert any("24" in note for note in cut.notes)
-    windows = cm.lens.examine(model, tokenizer, long, windows=True)
+    windows = examine(model, tokenizer, long, windows=True)
     assert windows.inputs()["tokens"].sum() == 60 + 2 * len(windows.inputs())
 
 
 @pytest.mark.parametrize("texts", [[], [""], "  ", ["a cat", 3]])
 def test_texts_that_are_none(model, tokenizer, texts):
     with pytest.raises(cm.InputError):
-        cm.lens.examine(model, tokenizer, texts)
+        examine(model, tokenizer, texts)
 
 
 def test_texts_have_names(model, tokenizer):
-    found = cm.lens.examine(model, tokenizer, [Text("felix", "the cat")])
+    found = examine(model, tokenizer, [Text("felix", "the cat")])
     assert found.inputs()["text"].tolist() == ["felix"]
     assert found.shown[0][0] == "felix"
 
@@ -234,7 +236,7 @@ def test_the_report_is_one_file(whole, tmp_path):
 
 
 def test_names_by_a_dictionary(model, tokenizer):
-    found = cm.lens.examine(model, tokenizer, {"felix": "the cat", "rex": "the dog ran"})
+    found = examine(model, tokenizer, {"felix": "the cat", "rex": "the dog ran"})
     assert found.inputs()["text"].tolist() == ["felix", "rex"]
     assert found.inputs()["tokens"].tolist() == [4, 5]
     assert any("first text, which has 4 tokens" in note for note in found.notes)

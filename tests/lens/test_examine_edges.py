@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import cumulant as cm
 from cumulant.cli.main import main
 from cumulant.core.journal import Journal
 
+examine = partial(cm.lens.examine, extras="all")
 TEXTS = toy_sentences(11)
 LONG = " ".join(["the cat sat on a mat"] * 30)  # 180 tokens where the model takes 24
 PARTIAL = ".cumulant-partial"
@@ -48,7 +50,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(model, tokenizer):
-    return cm.lens.examine(model, tokenizer, TEXTS)
+    return examine(model, tokenizer, TEXTS)
 
 
 @pytest.fixture
@@ -69,9 +71,7 @@ def stop_after(count):
 
 def interrupt(model, tokenizer, folder, texts=TEXTS, after=2, **options):
     with pytest.raises(KeyboardInterrupt):
-        cm.lens.examine(
-            model, tokenizer, texts, folder=folder, progress=stop_after(after), **options
-        )
+        examine(model, tokenizer, texts, folder=folder, progress=stop_after(after), **options)
 
 
 def command(monkeypatch, *arguments):
@@ -122,7 +122,7 @@ def test_a_load_with_random_weights_goes_on(tmp_path):
     loaded = cm.lens.load(folder)
     interrupt(loaded.model, loaded.tokenizer, tmp_path / "out")
     again = cm.lens.load(folder)
-    found = cm.lens.examine(again.model, again.tokenizer, TEXTS, folder=tmp_path / "out")
+    found = examine(again.model, again.tokenizer, TEXTS, folder=tmp_path / "out")
     assert found.run["texts"] == len(TEXTS)
 
 
@@ -162,8 +162,8 @@ def other_vocabulary():
 def test_other_models_and_tokenizers_do_not_continue(model, tokenizer, tmp_path, other):
     interrupt(model, tokenizer, tmp_path)
     with pytest.raises(cm.InputError, match="another model or with other settings"):
-        cm.lens.examine(*other(), TEXTS, folder=tmp_path)
-    found = cm.lens.examine(toy_model(), toy_tokenizer(), TEXTS, folder=tmp_path)  # nothing is lost
+        examine(*other(), TEXTS, folder=tmp_path)
+    found = examine(toy_model(), toy_tokenizer(), TEXTS, folder=tmp_path)  # nothing is lost
     assert found.run["texts"] == len(TEXTS)
 
 
@@ -190,7 +190,7 @@ def test_parts_that_are_gone(model, tokenizer, tmp_path, table, damage):
     else:
         part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(cm.InputError, match=f"part-00000.parquet is {damage}.*remove"):
-        cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+        examine(model, tokenizer, TEXTS, folder=tmp_path)
 
 
 @pytest.mark.usefixtures("small")
@@ -203,7 +203,7 @@ def test_a_journal_without_a_good_record(model, tokenizer, tmp_path, content):
         content[100] ^= 1  # in the settings
     state.write_bytes(content)
     with pytest.raises(cm.InputError, match=r"state\.journal is damaged.*remove"):
-        cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+        examine(model, tokenizer, TEXTS, folder=tmp_path)
 
 
 @pytest.mark.usefixtures("small")
@@ -221,7 +221,7 @@ def test_a_damaged_record_is_noticed_and_its_work_done_again(
     state.write_bytes(content if how == "flipped" else content[:at])
     ticks = []
     caplog.clear()
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path, progress=ticks.append)
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path, progress=ticks.append)
     assert len(ticks) in (2, 3)  # of four parts; the journal knew of one or two
     assert ("state.journal is damaged in record" in caplog.text) == (how == "flipped")
     pd.testing.assert_frame_equal(found.table(), whole.table(), check_dtype=False)
@@ -231,7 +231,7 @@ def test_a_damaged_record_is_noticed_and_its_work_done_again(
 
 
 def test_a_flipped_byte_of_a_table_is_noticed(model, tokenizer, tmp_path):
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path)
     part = tmp_path / "tokens.parquet" / "part-00000.parquet"
     content = bytearray(part.read_bytes())
     content[len(content) // 4] ^= 1  # in the numbers, where Parquet itself would not see it
@@ -244,7 +244,7 @@ def test_a_state_that_was_killed_before_its_first_record(model, tokenizer, tmp_p
     interrupt(model, tokenizer, tmp_path, after=1)
     state = tmp_path / PARTIAL / STATE
     state.write_bytes(state.read_bytes()[:500])
-    found = cm.lens.examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
+    found = examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
     assert found.run["texts"] == 2
 
 
@@ -253,7 +253,7 @@ def test_work_without_a_state_is_cleared(model, tokenizer, tmp_path):
     stale.mkdir(parents=True)
     (stale / "part-00007.parquet").write_bytes(b"old")
     (tmp_path / PARTIAL / "heads.parquet").write_bytes(b"old")
-    found = cm.lens.examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
+    found = examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
     assert names(tmp_path / "tokens.parquet") == ["part-00000.parquet"]
     assert found.table()["input"].nunique() == 2
     assert not (tmp_path / PARTIAL).exists()
@@ -263,14 +263,14 @@ def test_work_without_a_state_is_cleared(model, tokenizer, tmp_path):
 def test_saving_leaves_unfinished_work_alone(model, tokenizer, tmp_path):
     interrupt(model, tokenizer, tmp_path)
     before = {p: p.read_bytes() for p in (tmp_path / PARTIAL).rglob("*") if p.is_file()}
-    cm.lens.examine(model, tokenizer, "the dog ran").save(tmp_path)
+    examine(model, tokenizer, "the dog ran").save(tmp_path)
     assert {p: p.read_bytes() for p in (tmp_path / PARTIAL).rglob("*") if p.is_file()} == before
     assert cm.lens.Examination.load(tmp_path).inputs()["tokens"].tolist() == [5]
     assert not [n for n in names(tmp_path) if "saving" in n]
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path)
     assert found.run["texts"] == len(TEXTS)
     pd.testing.assert_frame_equal(
-        found.table(), cm.lens.examine(model, tokenizer, TEXTS).table(), check_dtype=False
+        found.table(), examine(model, tokenizer, TEXTS).table(), check_dtype=False
     )
 
 
@@ -303,7 +303,7 @@ def killing(monkeypatch, after):
 
 @pytest.fixture(scope="module")
 def finished(model, tokenizer):
-    return cm.lens.examine(model, tokenizer, TEXTS[:5])
+    return examine(model, tokenizer, TEXTS[:5])
 
 
 def whole_examination(folder, sizes):
@@ -322,7 +322,7 @@ def whole_examination(folder, sizes):
 
 
 def test_a_kill_at_any_moment_leaves_no_mixture(model, tokenizer, tmp_path, finished, monkeypatch):
-    few = cm.lens.examine(model, tokenizer, TEXTS[5:7], folder=tmp_path / "first")
+    few = examine(model, tokenizer, TEXTS[5:7], folder=tmp_path / "first")
     sizes = {5: float(finished.heads()["entropy"].sum()), 2: float(few.heads()["entropy"].sum())}
     few.report(tmp_path / "first" / "report.html")
     (tmp_path / "first" / "mine.txt").write_text("mine")
@@ -336,7 +336,7 @@ def test_a_kill_at_any_moment_leaves_no_mixture(model, tokenizer, tmp_path, fini
         with monkeypatch.context() as patched:
             count = killing(patched, after)
             try:
-                cm.lens.examine(model, tokenizer, TEXTS[:5], folder=folder)
+                examine(model, tokenizer, TEXTS[:5], folder=folder)
             except Killed:
                 pass
             else:
@@ -344,7 +344,7 @@ def test_a_kill_at_any_moment_leaves_no_mixture(model, tokenizer, tmp_path, fini
                 break
         outcomes.append(whole_examination(folder, sizes))
         ticks = []
-        found = cm.lens.examine(model, tokenizer, TEXTS[:5], folder=folder, progress=ticks.append)
+        found = examine(model, tokenizer, TEXTS[:5], folder=folder, progress=ticks.append)
         assert found.run["texts"] == 5
         assert whole_examination(folder, sizes) == 5
         assert not (folder / PARTIAL).exists()
@@ -360,30 +360,30 @@ def test_a_complete_run_is_not_run_again(model, tokenizer, tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(finishing, "finish_move", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
-            cm.lens.examine(model, tokenizer, TEXTS[:4], folder=tmp_path)
+            examine(model, tokenizer, TEXTS[:4], folder=tmp_path)
     shutil.copytree(tmp_path, tmp_path.with_name("texts"))
     shutil.copytree(tmp_path, tmp_path.with_name("model"))
     ticks = []
-    found = cm.lens.examine(model, tokenizer, TEXTS[:4], folder=tmp_path, progress=ticks.append)
+    found = examine(model, tokenizer, TEXTS[:4], folder=tmp_path, progress=ticks.append)
     assert ticks == []
     assert len(found.inputs()) == 4
     with pytest.raises(cm.InputError, match="now they are"):
-        cm.lens.examine(model, tokenizer, TEXTS[4:6], folder=tmp_path.with_name("texts"))
+        examine(model, tokenizer, TEXTS[4:6], folder=tmp_path.with_name("texts"))
     assert len(cm.lens.Examination.load(tmp_path.with_name("texts")).inputs()) == 4
-    again = cm.lens.examine(model, tokenizer, TEXTS[4:6], folder=tmp_path.with_name("texts"))
+    again = examine(model, tokenizer, TEXTS[4:6], folder=tmp_path.with_name("texts"))
     assert len(again.inputs()) == 2
     other = toy_model(num_hidden_layers=1)
-    found = cm.lens.examine(other, tokenizer, TEXTS[:4], folder=tmp_path.with_name("model"))
+    found = examine(other, tokenizer, TEXTS[:4], folder=tmp_path.with_name("model"))
     assert len(found.heads()) == 2
 
 
 def test_only_files_of_an_earlier_examination_are_removed(model, tokenizer, tmp_path):
     (tmp_path / "report.html").write_text("mine")
     (tmp_path / "notes.parquet").write_text("mine")
-    cm.lens.examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
+    examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
     assert (tmp_path / "report.html").read_text() == "mine"  # there was no examination before
     (tmp_path / "comparison.csv").write_text("of the first")
-    cm.lens.examine(model, tokenizer, TEXTS[2:4], folder=tmp_path)
+    examine(model, tokenizer, TEXTS[2:4], folder=tmp_path)
     assert not (tmp_path / "report.html").exists()
     assert not (tmp_path / "comparison.csv").exists()
     assert (tmp_path / "notes.parquet").read_text() == "mine"
@@ -398,15 +398,15 @@ def test_two_runs_in_one_folder(model, tokenizer, tmp_path):
 
     def second(_):
         with pytest.raises(cm.InputError, match=r"another run \(process \d+ on .+\) is writing"):
-            cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path)
+            examine(model, tokenizer, TEXTS, folder=tmp_path)
         with pytest.raises(cm.InputError, match=r"another run \(process \d+ on .+\) is writing"):
             cm.lens.Examination({}, {}, [], {"tokens": pd.DataFrame()}).save(tmp_path)
         refused.append(None)
 
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path, progress=second)
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path, progress=second)
     assert len(refused) == 4
     assert found.run["texts"] == len(TEXTS)
-    cm.lens.examine(model, tokenizer, TEXTS[:1], folder=tmp_path)  # the lock is released
+    examine(model, tokenizer, TEXTS[:1], folder=tmp_path)  # the lock is released
 
 
 def test_a_lock_of_another_process(model, tokenizer, tmp_path, saved, monkeypatch, capsys):
@@ -431,7 +431,7 @@ def test_a_lock_of_another_process(model, tokenizer, tmp_path, saved, monkeypatc
         assert lock.exists()  # the other's work is not cleared away
     finally:
         holder.communicate("")
-    assert cm.lens.examine(model, tokenizer, "the cat", folder=tmp_path).run["texts"] == 1
+    assert examine(model, tokenizer, "the cat", folder=tmp_path).run["texts"] == 1
 
 
 # --- full disks
@@ -465,7 +465,7 @@ def test_a_full_disk_in_parquet(model, tokenizer, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("pyarrow.parquet.write_table", full)
         with pytest.raises(cm.InputError, match="No space left"):
-            cm.lens.examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
+            examine(model, tokenizer, TEXTS[:2], folder=tmp_path)
     assert names(tmp_path) == []
 
 
@@ -478,11 +478,11 @@ def test_a_tokenizer_of_another_model(model, tmp_path):
     ran = []
     handle = model.register_forward_pre_hook(lambda *_: ran.append(None))
     with pytest.raises(cm.InputError, match=f"text 1 has token {len(WORDS)}.*{len(WORDS)} tokens"):
-        cm.lens.examine(model, tokenizer, ["the cat", "the zebra"], folder=tmp_path / "out")
+        examine(model, tokenizer, ["the cat", "the zebra"], folder=tmp_path / "out")
     handle.remove()
     assert ran == []
     assert names(tmp_path / "out") == []
-    assert cm.lens.examine(model, tokenizer, "the cat").run["tokens"] == 4  # does no harm
+    assert examine(model, tokenizer, "the cat").run["tokens"] == 4  # does no harm
 
 
 def test_padding_may_be_a_token_the_model_does_not_have(model):
@@ -490,8 +490,8 @@ def test_padding_may_be_a_token_the_model_does_not_have(model):
     tokenizer.add_special_tokens({"pad_token": "<padding>"})
     assert tokenizer.pad_token_id >= len(WORDS)
     texts = ["the cat sat on a mat", "the cat sat on a"]
-    found = cm.lens.examine(model, tokenizer, texts)
-    plain = cm.lens.examine(model, toy_tokenizer(), texts)
+    found = examine(model, tokenizer, texts)
+    plain = examine(model, toy_tokenizer(), texts)
     pd.testing.assert_frame_equal(found.table(), plain.table())
 
 
@@ -501,7 +501,7 @@ def test_weights_that_are_not_finite(tokenizer, tmp_path, value):
     with torch.no_grad():
         broken.encoder.layer[1].attention.self.query.weight[0, 0] = value
     with pytest.raises(cm.InputError, match=r"layer 1 \(encoder\.layer\.1\.attention\.self\)"):
-        cm.lens.examine(broken, tokenizer, TEXTS, folder=tmp_path)
+        examine(broken, tokenizer, TEXTS, folder=tmp_path)
     assert names(tmp_path) == []
 
 
@@ -545,7 +545,7 @@ def test_damaged_tables(output, name, damage):
 @pytest.mark.parametrize("part", [0, 2, 3])
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_damaged_parts(model, tokenizer, tmp_path, part, damage):
-    found = cm.lens.examine(model, tokenizer, TEXTS, folder=tmp_path / "out")
+    found = examine(model, tokenizer, TEXTS, folder=tmp_path / "out")
     path = tmp_path / "out" / "tokens.parquet" / f"part-0000{part}.parquet"
     path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-50])
     for each in (found, cm.lens.Examination.load(tmp_path / "out")):
@@ -600,7 +600,7 @@ def test_the_state_does_not_grow(model, tokenizer, tmp_path):
         Journal(tmp_path / "alone", {}).rewrite([state])
         sizes.append((tmp_path / "alone").stat().st_size)
 
-    found = cm.lens.examine(model, tokenizer, texts, folder=tmp_path, progress=look)
+    found = examine(model, tokenizer, texts, folder=tmp_path, progress=look)
     assert sizes[-1] <= 1.001 * sizes[2]  # after the five notes
     assert found.inputs()["input"].tolist() == list(range(60))
     assert (tmp_path / "inputs.parquet").is_file()
@@ -613,28 +613,26 @@ def test_the_state_does_not_grow(model, tokenizer, tmp_path):
 @pytest.mark.usefixtures("small")
 def test_notes_of_long_texts_survive_an_interruption(model, tokenizer, tmp_path):
     texts = [LONG] * 6 + ["the cat"]
-    straight = cm.lens.examine(model, tokenizer, texts)
+    straight = examine(model, tokenizer, texts)
     assert "and 1 more text was truncated" in straight.notes
     interrupt(model, tokenizer, tmp_path, texts)
-    assert cm.lens.examine(model, tokenizer, texts, folder=tmp_path).notes == straight.notes
+    assert examine(model, tokenizer, texts, folder=tmp_path).notes == straight.notes
 
 
 @pytest.mark.parametrize("after", [1, 2, 4, 5])
 def test_going_on_inside_a_text(model, tokenizer, tmp_path, monkeypatch, after):
     monkeypatch.setattr(reading, "PIECES", 2)
     texts = [LONG, "the cat sat", LONG]  # 9 pieces, 1, 9: ten parts
-    straight = cm.lens.examine(model, tokenizer, texts, windows=True)
+    straight = examine(model, tokenizer, texts, windows=True)
     assert straight.run["inputs"] == 19
     interrupt(model, tokenizer, tmp_path, texts, after=after, windows=True)
     parts = tmp_path / PARTIAL / "tokens.parquet"
     assert len(names(parts)) == after
     for other in ([LONG, "the cat ran", LONG], [LONG], [], [*texts, "more"]):
         with pytest.raises(cm.InputError, match="other texts"):
-            cm.lens.examine(model, tokenizer, other, windows=True, folder=tmp_path)
+            examine(model, tokenizer, other, windows=True, folder=tmp_path)
     ticks = []
-    found = cm.lens.examine(
-        model, tokenizer, texts, windows=True, folder=tmp_path, progress=ticks.append
-    )
+    found = examine(model, tokenizer, texts, windows=True, folder=tmp_path, progress=ticks.append)
     assert len(ticks) == 10 - after
     assert ticks[-1].done == 3
     pd.testing.assert_frame_equal(found.table(), straight.table(), check_dtype=False)
@@ -651,7 +649,7 @@ def test_going_on_inside_a_text(model, tokenizer, tmp_path, monkeypatch, after):
 def test_a_long_first_text_keeps_the_views_of_tokens(tokenizer, tmp_path):
     wide = toy_model(max_position_embeddings=2100)
     texts = [" ".join(["the cat sat on a mat and"] * 285), "the dog ran", "a mat", "the cat"]
-    found = cm.lens.examine(wide, tokenizer, texts)
+    found = examine(wide, tokenizer, texts)
     assert [len(x[1]) for x in found.shown] == [1997, 5, 4]
     page = found.report(tmp_path / "report.html").read_text()
     assert "The token view shows the first 512 tokens of text 0." in page

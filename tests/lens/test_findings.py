@@ -85,7 +85,7 @@ def test_link_says_how_linear_and_how_good_the_trained_map_is():
         link_exists=[1.0, 1.0, 0.5, None],
     )
     finding = found("link", heads=table)
-    assert finding.headline == "The link is close to linear: R² 0.970"
+    assert finding.headline == ("The trained weights explain R² −0.100 of the link, 0.970 at best")
     assert "median R² of −0.100 and beats a constant in 1 of 3 heads" in finding.sentence
     assert "83% of the means" in finding.sentence
 

@@ -173,3 +173,46 @@ def test_findings_name_the_heads_of_the_circuit(circuit, tmp_path):
     assert told[0] == "Layer 1 head 0 is the strongest induction head: 1.00"
     assert told[1] == "Layer 0 head 0 is the strongest previous-token head: 1.00"
     assert "Layer 1 head 1 is the strongest duplicate-token head: 0.50" in told
+
+
+def test_expensive_statistics_are_asked_for_by_name(circuit):
+    from toy_texts import toy_model, toy_tokenizer
+
+    text = "the cat sat on a mat and the dog ran"
+    plain = cm.lens.examine(toy_model(), toy_tokenizer(), text)
+    asked = cm.lens.examine(toy_model(), toy_tokenizer(), text, extras=("link", "spectrum"))
+    missing = {"lipschitz", "link_exists"}
+    assert missing <= set(asked.heads().columns)
+    assert not missing & set(plain.heads().columns)
+    assert "leading_eigenvalue" not in plain.table().columns
+    assert "sensitivity_qk" not in asked.layers().columns
+    shared = plain.heads().columns
+    assert asked.heads()[shared].equals(plain.heads())
+    with pytest.raises(cm.InputError, match="'links'; there are: spectrum, sensitivity, link, all"):
+        cm.lens.examine(toy_model(), toy_tokenizer(), text, extras="links")
+
+
+def test_token_strings_stand_beside_the_numbers(tmp_path):
+    from toy_texts import toy_model, toy_tokenizer
+
+    texts = ["the cat sat on the mat", "a dog ran"]
+    cm.lens.examine(toy_model(), toy_tokenizer(), texts, folder=tmp_path)
+    table = cm.lens.Examination.load(tmp_path).table()
+    words = [["[CLS]", *text.split(), "[SEP]"] for text in texts]
+    for row in table.to_dict("records"):
+        assert row["token_text"] == words[row["input"]][row["token"]]
+        assert row["top_key_text"] == words[row["input"]][row["top_key"]]
+
+
+def test_token_strings_of_both_sides_of_a_translation():
+    from test_columns import tiny_bart
+    from toy_texts import toy_tokenizer
+
+    found = cm.lens.examine(tiny_bart(), toy_tokenizer(), "the cat sat")
+    table, words = found.table(), ["[CLS]", "the", "cat", "sat", "[SEP]"]
+    sides = {0: (words, words), 1: (["<start>", *words[:-1]],) * 2}
+    sides[2] = (sides[1][0], words)  # encoder, decoder, cross
+    for row in table.to_dict("records"):
+        queries, keys = sides[row["layer"]]
+        assert row["token_text"] == queries[row["token"]]
+        assert row["top_key_text"] == keys[row["top_key"]]

@@ -16,9 +16,11 @@ from cumulant.cli.progress import Shown
 from cumulant.cli.text import as_text
 from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import make_folder, whole_file
+from cumulant.core.progress import Progress
 from cumulant.distributed.ranks import Ranks, launched
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import examine
+from cumulant.lens.extras import EXTRAS, chosen
 from cumulant.lens.files import plain
 from cumulant.lens.images import Vision, load_vision, pictures
 from cumulant.lens.models import load, reason_of
@@ -60,6 +62,15 @@ def lens(
         typer.Option("--windows", help="Split texts longer than the model's context into windows."),
     ] = False,
     batch_size: Annotated[int, typer.Option(help="Maximum number of texts per forward call.")] = 8,
+    extras: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            help="An expensive statistic; repeatable. "
+            + " ".join(f"{name}: {cost}." for name, cost in EXTRAS.items())
+            + " Or: all.",
+        ),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(help="Compare with an earlier output folder; writes comparison.csv."),
@@ -78,6 +89,7 @@ def lens(
     cumulant lens --model path/to/model --file essay.txt -o essay/
     cumulant lens --jsonl corpus.jsonl --windows -o corpus/
     cumulant lens --file other.txt -o other/ --against essay/
+    cumulant lens --with link --with sensitivity
     cumulant lens --model path/to/vit --image cat.jpg -o cat/
     torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
@@ -92,7 +104,7 @@ def lens(
         try:
             _lens(
                 *(model, text, file or (), jsonl, field, image or (), output),
-                *(windows, batch_size, against, as_json, fresh, ranks),
+                *(windows, batch_size, extras or (), against, as_json, fresh, ranks),
             )
         except GroupError:
             if ranks.rank:  # the one that failed says why, and rank 0 repeats it
@@ -110,6 +122,7 @@ def _lens(
     output: Path,
     windows: bool,
     batch_size: int,
+    extras: Sequence[str],
     against: Path | None,
     as_json: bool,
     fresh: bool,
@@ -117,6 +130,7 @@ def _lens(
 ) -> None:
     first, shards = ranks.rank == 0, Shards(ranks)
     with shards.together():
+        chosen(extras)
         earlier = None if against is None else Examination.load(against)
         if images and (text or files or jsonl):
             raise InputError("--image takes no text: leave out --text, --file and --jsonl.")
@@ -127,9 +141,10 @@ def _lens(
         before = _stamp(folder)
     shown = Console(stderr=True, quiet=not first)
     try:
-        with shown.status("loading the model"), shards.together():
-            loaded = load_vision(model) if images else load(model)
         with Shown("examining", quiet=not first) as progress:
+            with shown.status("loading the model"), shards.together():
+                loaded = load_vision(model) if images else load(model)
+            progress(Progress(0, None, "examining"))
             found = examine(
                 loaded.model,
                 loaded.processor if isinstance(loaded, Vision) else loaded.tokenizer,
@@ -138,6 +153,7 @@ def _lens(
                 name=loaded.name,
                 batch_size=batch_size,
                 windows=windows,
+                extras=extras,
                 folder=folder,
                 notes=loaded.notes,
                 progress=progress,

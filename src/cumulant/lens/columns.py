@@ -24,6 +24,8 @@ _ALL = (
     Column("layer", "index", "attention calls, numbered in order of first execution"),
     Column("head", "index", "query head"),
     Column("token", "index", "position of the query in its text, not counting padding"),
+    Column("token_text", "", "the token as text, with a leading space where a word begins"),
+    Column("top_key_text", "", "the top key as text; <sink> for the sink logit"),
     Column("attention", "", "self, or cross if the keys come from another sequence", "T20"),
     Column("module", "", "name of the module in the model"),
     Column("log_normalizer", "nats", "G_i = log sum_j exp(score_ij + bias_ij)", "T12"),

@@ -13,6 +13,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.lens.examination import Examination
+from cumulant.lens.extras import chosen
 from cumulant.lens.finishing import finish
 from cumulant.lens.images import ImageReading, pictures
 from cumulant.lens.keeping import InFolder, InMemory, Store
@@ -39,6 +40,7 @@ def examine(
     name: str | None = None,
     batch_size: int = 8,
     windows: bool = False,
+    extras: str | Iterable[str] = (),
     folder: str | os.PathLike[str] | None = None,
     notes: Iterable[str] = (),
     progress: ProgressCallback | None = None,
@@ -46,11 +48,11 @@ def examine(
 ) -> Examination:
     """Run texts through a Hugging Face model and measure everything.
 
-    Per token and head, it has the columns of `observe`; per head, the energy of its own update,
-    statistics of its weights, and the link conjecture (T14, T19, T29); per layer, expansion,
-    contraction, shape and sensitivity (T14, T15, T17, T23); and the partition function of the
-    embeddings (T31). ``COLUMNS`` defines them all. The link and the sensitivity use the first text;
-    up to three texts are kept for the report.
+    Per token and head, it has the columns of `observe`; per head, scores of the patterns that heads
+    are named after, the energy of its own update and statistics of its weights (T14, T19); per
+    layer, expansion, contraction and shape (T14, T15, T17); and the partition function of the
+    embeddings (T31). ``COLUMNS`` defines them all. Expensive statistics are computed only when
+    `extras` names them. Up to three texts are kept for the report.
 
     Args:
         model: as loaded by transformers; call ``eval()`` first to turn dropout off.
@@ -66,6 +68,9 @@ def examine(
         batch_size: maximum number of texts per forward call.
         windows: split texts longer than the model's context into windows; otherwise they are
             truncated, with a note.
+        extras: "spectrum" (the leading eigenvalue of Cov[k], T14; two more forward passes),
+            "sensitivity" (T23; four backward passes over the first text), "link" (T29; seconds, or
+            minutes for a causal model), or "all".
         folder: write results there while running, which bounds memory; the same call resumes after
             an interruption, without losing or repeating a batch.
         notes: notes on the model for the reader of the report.
@@ -89,6 +94,7 @@ def examine(
     """
     shards = Shards(group)
     with shards.together():
+        asked = chosen(extras)
         if batch_size < 1:
             raise InputError(f"examine: batch_size must be at least 1, not {batch_size}.")
         if group is not None and folder is None:
@@ -104,7 +110,8 @@ def examine(
         reading = kind(model, tokenizer, batch_size=batch_size, windows=windows, shards=shards)
 
     def settings() -> dict[str, Any]:
-        how = {"windows": windows, "batch_size": batch_size, "limit": reading.limit}
+        how: dict[str, Any] = {"windows": windows, "batch_size": batch_size}
+        how |= {"limit": reading.limit, "extras": sorted(asked)}
         return identity(model, tokenizer, label, how)
 
     store = InMemory() if target is None else InFolder(target, shards, settings)
@@ -119,7 +126,7 @@ def examine(
             store.check_ranks()
             if (found := store.completed(source)) is not None:
                 return found
-        recorder = _read(reading, store, source, total, progress)
+        recorder = _read(reading, store, source, total, progress, asked)
         facts = shards.told((reading.state.parts, reading.seconds, peak_memory()))
         found = None
         with shards.together():
@@ -128,9 +135,15 @@ def examine(
                 reading.state.seconds += max(seconds) - seconds[0]
                 if isinstance(store, InFolder) and not shards.alone:
                     merge_ranks(store, reading, recorder, parts)
-                told = reading.notes(recorder, notes)
+                told = reading.notes(recorder, notes, asked)
                 memory = [x for x in memory if x is not None]
-                found = finish(reading, recorder, store, name=label, notes=told, memory=memory)
+                found = finish(
+                    *(reading, recorder, store),
+                    name=label,
+                    notes=told,
+                    memory=memory,
+                    extras=asked,
+                )
         if found is None:  # on the other ranks
             assert target is not None
             found = Examination.load(target)
@@ -148,6 +161,7 @@ def _read(
     source: Iterator[Text],
     total: int | None,
     progress: ProgressCallback | None,
+    extras: frozenset[str],
 ) -> Recorder:
     """Run this rank's texts, after those that an interrupted run has finished."""
     shards = reading.shards
@@ -155,8 +169,9 @@ def _read(
     place = None if folder is None else folder.partial
     # The link is that of the first text, which rank 0 has.
     wanted = Wanted(
+        spectrum="spectrum" in extras,
         energy=True,
-        links=int(shards.rank == 0),
+        links=int(shards.rank == 0 and "link" in extras),
         top=SHOWN,
         layers=True,
         received=isinstance(reading, ImageReading),

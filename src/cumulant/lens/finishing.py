@@ -35,6 +35,7 @@ def finish(
     name: str,
     notes: list[str],
     memory: list[float],
+    extras: frozenset[str] = frozenset(),
 ) -> Examination:
     """All tables of what was read, written where the store is a folder.
 
@@ -43,14 +44,16 @@ def finish(
         name: of the model.
         notes: what a reader must know.
         memory: the most that each rank has held, in MB.
+        extras: expensive statistics that were asked for.
     """
     state, model = reading.state, reading.model
     layers = reading.layers(recorder)
     probe = recorder.probe
     rows = [] if probe is None else probe.layers()
-    sensitive = sensitivities(model, layers, reading.placed(state.first))
-    for row in rows:
-        row.update(sensitive.get(row["layer"], {}))
+    if "sensitivity" in extras:
+        sensitive = sensitivities(model, layers, reading.placed(state.first))
+        for row in rows:
+            row.update(sensitive.get(row["layer"], {}))
     tables = {
         "heads": nullable(_heads(reading, recorder)),
         "layers": nullable(rows),

@@ -8,7 +8,8 @@ import re
 import threading
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cumulant.core.errors import InputError
+from cumulant.core.interception import Begun, Scope, Setting
 from cumulant.core.typed import random
 from cumulant.integrations.transformers import package
 from cumulant.lens.packaged import PACKAGED, Packaged, folder_of, vocabulary_tokenizer
@@ -200,6 +202,20 @@ def quiet() -> Generator[None]:
 
 def _assemble(source: _Source, **options: Any) -> Loaded:
     """Configuration, weights, tokenizer; whatever their loaders raise becomes one line."""
+    with _read_once(source):
+        return _assembled(source, options)
+
+
+def _read_once(source: _Source) -> AbstractContextManager[None]:
+    """A GGUF file is parsed once, although configuration, weights and tokenizer each ask for it."""
+    if not source.file or find_spec("gguf") is None:
+        return nullcontext()
+    gguf = import_module("gguf")
+    reader = cache(gguf.GGUFReader)
+    return Scope(lambda: Begun(None, [Setting(gguf, "GGUFReader", reader)]))
+
+
+def _assembled(source: _Source, options: dict[str, Any]) -> Loaded:
     transformers = package()
     name = source.name
     safe = {"trust_remote_code": False, **options}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from cumulant.lens.state import NAMED, State, digest_of
 from cumulant.lens.summary import HeadSums, left_out
 from cumulant.lens.tables import pandas, token_table
 from cumulant.lens.texts import Text
+from cumulant.lens.words import Words, with_words
 
 if TYPE_CHECKING:
     from cumulant.lens.tables import DataFrame
@@ -89,6 +90,8 @@ class Reading:
             some = slice(start, start + PIECES)
             ids, texts = encoded.ids[some], encoded.texts[some]
             table = self._measure(recorder, encoded._replace(ids=ids))
+            words = self._words(encoded.tokens[some])
+            table = with_words(table, words, state.inputs, recorder.layers)
             inputs = self._name_inputs(ids, encoded.tokens[some], [names[k] for k in texts])
             if not self.shards.alone:
                 inputs["number"] = [numbers[k] for k in texts]  # by which ranks are merged
@@ -124,6 +127,12 @@ class Reading:
         recorder.records.clear()
         return table
 
+    def _words(self, tokens: list[list[str]]) -> Words:
+        """The tokens of inputs, and what a decoder reads, as `batches` shifts it."""
+        if not getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            return Words(tokens)
+        return Words(tokens, [["<start>", *x[:-1]] for x in tokens])
+
     def _name_inputs(
         self, ids: list[list[int]], tokens: list[list[str]], names: list[str]
     ) -> DataFrame:
@@ -136,22 +145,24 @@ class Reading:
                 state.length = len(own)
             if state.inputs < SHOWN:
                 shown: list[Any] = [name, words]
-                if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-                    shown.append(["<start>", *words[:-1]])  # what the decoder reads, as `batches`
+                if (target := self._words([words]).target) is not None:
+                    shown.append(target[0])
                 state.shown.append(shown)
             state.inputs += 1
         return pandas().DataFrame(rows)
 
-    def notes(self, recorder: Recorder, given: Iterable[str]) -> list[str]:
+    def notes(self, recorder: Recorder, given: Iterable[str], extras: Set[str]) -> list[str]:
         """What a reader must know."""
         notes = [note for _, note in self.state.notes]
         if (more := self.state.overlong - NAMED) > 0:
             what = "examined in pieces" if self.windows else "truncated"
             notes.append(f"and {more} more {'text was' if more == 1 else 'texts were'} {what}")
         notes += [n for n in given if n not in notes]
-        if (length := self.state.length) < 32:
+        taken = [x for x in ("link", "sensitivity") if x in extras]
+        if taken and (length := self.state.length) < 32:
+            were = "were" if len(taken) > 1 else "was"
             notes.append(
-                f"link and sensitivity were taken on the first text, which has {length} tokens; "
+                f"{' and '.join(taken)} {were} taken on the first text, which has {length} tokens; "
                 "put a longer one first for figures that mean something"
             )
         if recorder.probe is not None and recorder.probe.skipped:

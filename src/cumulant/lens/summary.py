@@ -220,11 +220,12 @@ def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
             if top is None:
                 rows.append([])
                 continue
-            pairs = zip(tolist(top.key), tolist(top.weight), strict=True)
+            rounded = torch.round(top.weight.double(), decimals=5)
+            pairs = zip(tolist(top.key), tolist(rounded), strict=True)
             rows.append(
                 [
                     [
-                        [[j, round(w, 5)] for j, w in zip(keys, weights, strict=True) if w > 0]
+                        [[j, w] for j, w in zip(keys, weights, strict=True) if w > 0]
                         for keys, weights in zip(*head, strict=True)
                     ]
                     for head in pairs

@@ -21,8 +21,9 @@ __all__ = ["TOKEN_COLUMNS", "Lens", "pandas", "token_table"]
 
 _WHOLE = ("k90", "visible", "top_key")
 TOKEN_COLUMNS = (
-    *("input", "layer", "head", "token", "attention", "log_normalizer", "entropy"),
-    *("effective_keys", "k90", "class", "visible", "score_variance", "top_key", "top_weight"),
+    *("input", "layer", "head", "token", "token_text", "attention", "log_normalizer", "entropy"),
+    *("effective_keys", "k90", "class", "visible", "score_variance"),
+    *("top_key", "top_key_text", "top_weight"),
     *("self_mass", "sink_mass", "sink_logit_mass", "fisher_trace", "leading_eigenvalue"),
     *PATTERNS,
     *("energy_change", "received"),

@@ -149,6 +149,7 @@ def _lens(folder: Path, progress: ProgressCallback) -> bool:
         loaded.tokenizer,
         [passage()],
         name=loaded.name,
+        extras="all",
         notes=[*loaded.notes, f"The text is from {PASSAGE_SOURCE}."],
         folder=folder,
         progress=lambda now: progress(replace(now, what="the lens: reading")),

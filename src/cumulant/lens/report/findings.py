@@ -334,8 +334,10 @@ def _link(data: ReportData) -> Finding | None:
     exists = _numbers(data, "heads", "link_exists")
     if exists:
         sentence += f"; a link exists for {share(mean(exists))} of the means tested"
-    how = "close to linear" if middle > 0.9 else "partly linear" if middle > 0.5 else "not linear"
-    headline = f"The link is {how}: R² {number(middle)}"
+    headline = f"The best linear map explains R² {number(middle)} of the link"
+    if trained:  # as T29 judges: the trained weights, not the best map
+        fit = number(median(trained))
+        headline = f"The trained weights explain R² {fit} of the link, {number(middle)} at best"
     points, size = _points(data), int(data.facts.get("head size") or 0)
     if points:
         sentence += f". The fit used {points} points in {size} dimensions; more would fit better"
