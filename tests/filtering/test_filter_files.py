@@ -14,7 +14,7 @@ from cumulant.filtering.model_files import read_model
 from cumulant.filtering.picture import picture
 from cumulant.filtering.series import read_series
 from cumulant.filtering.tables import episodes, summarize
-from fuzz.csv_files import fuzz
+from fuzz import csv_files, driver
 
 MODEL = {
     "transition": "[[0.9, 0.1], [0.2, 0.8]]",
@@ -385,4 +385,4 @@ def test_many_columns_take_linear_time_and_short_errors(tmp_path):
 
 
 def test_random_files_as_pandas_reads_them():
-    assert fuzz(rounds=250, seed=0) is None
+    assert driver.run(csv_files.check, "csv_files", rounds=250, seed=0) == []
