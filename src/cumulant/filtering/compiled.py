@@ -26,7 +26,7 @@ from cumulant.filtering.native.calls import Plan
 from cumulant.filtering.recursion import Belief, Beliefs, Run, Scheme, steps
 from cumulant.kernels.engines import compiled
 
-__all__ = ["problem_of", "run_compiled", "takes", "total_compiled"]
+__all__ = ["as_arrays", "problem_of", "run_compiled", "takes", "total_compiled"]
 
 # Beyond this, torch's products of matrices are quicker than plain loops.
 MOST_SIZE = 16
@@ -34,8 +34,13 @@ MOST_SIZE = 16
 
 def takes(bank: GaussianBank, belief: Belief) -> bool:
     """Whether the compiled recursion can run these filters from this belief on."""
+    return compiled() is not None and as_arrays(bank, belief)
+
+
+def as_arrays(bank: GaussianBank, belief: Belief) -> bool:
+    """Whether the filters are small arrays of numbers and nothing else."""
     model, y = bank.model, bank.observations
-    if compiled() is None or getattr(model, "functions", None) or len(belief.message) > 2:
+    if getattr(model, "functions", None) or len(belief.message) > 2:
         return False
     if max(model.state_size, model.observation_size) > MOST_SIZE:
         return False

@@ -30,12 +30,12 @@ def _factors(bank: GaussianBank, start: Belief) -> tuple[Tensor, Tensor]:
     """log E_t for all t, ``(*batch, T, M, M)``, in double precision, and what was taken off."""
     y = bank.observations
     M = bank.model.modes
-    nothing = y.new_zeros(*y.shape[:-1], 1, M, 0), y.new_zeros(*y.shape[:-1], 1, M, 0, 0)
+    shape = (*start.log_weights.shape[:-2], y.shape[-2])
+    nothing = y.new_zeros(*shape, 1, M, 0), y.new_zeros(*shape, 1, M, 0, 0)
     _, log_likelihood = bank.observe(nothing, None)
     log_likelihood = log_likelihood.double()
     size = log_likelihood.detach().amax(-1, keepdim=True)
     each = bank.log_transition(None).double() + (log_likelihood - size)[..., None, :]
-    shape = (*start.log_weights.shape[:-2], y.shape[-2])
     return each.squeeze(-3).expand(*shape, M, M), size[..., 0, 0].expand(shape)
 
 

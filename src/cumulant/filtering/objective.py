@@ -2,9 +2,10 @@
 
 Points are rows of free coordinates ``(S, P)``: several starts of a search. Where the compiled
 recursion runs, the way from coordinates to its arrays and the slope back are a few lines of numpy,
-since autograd over a handful of 2 x 2 matrices would take longer than the filter. Without it, all
-points and their neighbors are filtered as one batch, and slopes are central differences. What
-neither takes goes through autograd.
+since autograd over a handful of 2 x 2 matrices would take longer than the filter. Without it,
+models of modes alone have their gradient from numpy too (`modes_gradient`); with a state, all
+points and their neighbors are filtered as one batch, and slopes are central differences. What none
+of these takes goes through autograd.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions
-from cumulant.filtering.compiled import problem_of, takes
+from cumulant.filtering import modes_gradient
+from cumulant.filtering.compiled import as_arrays, problem_of, takes
 from cumulant.filtering.filters import log_likelihood
 from cumulant.filtering.kalman import GaussianBank
 from cumulant.filtering.model import COVARIANCES, SHAPES
+from cumulant.filtering.modes import stateless
 from cumulant.filtering.native import calls
 from cumulant.filtering.native.calls import GIVEN, Plan
 from cumulant.filtering.parameters import PROBABILITIES, Block, Coordinates
@@ -39,6 +42,7 @@ LOG_ZERO = -1e-8 * float(np.finfo(np.float64).max)  # as in `kalman.log_probabil
 
 # Relative steps of differences, where rounding and what is left out weigh the same.
 STEP = 6e-6
+SLOPE_STEP = 1e-4
 SECOND_STEP = 2e-3
 # A batch of differences is quicker than a tape up to so many coordinates.
 MOST_DIFFERENCES = 40
@@ -89,7 +93,7 @@ class Problem:
 
 def objective_of(problem: Problem) -> Objective:
     """The quickest way to values and slopes that takes the problem."""
-    found = _Compiled.of(problem)
+    found = _Arrays.of(problem)
     if found is not None:
         return found
     return _differences(problem) if _batches(problem) else _by_autograd(problem)
@@ -111,11 +115,14 @@ def _batches(problem: Problem) -> bool:
 def hessian(problem: Problem, vector: Tensor) -> Tensor:
     """Second derivatives of the log-likelihood, ``(P, P)``.
 
-    Exact, but for batches of models on the torch recursion: there they are differences, to about
-    six digits.
+    Exact with the compiled recursion. Without it they are differences: of slopes, to about eight
+    digits, for models of modes alone, and of values, to about six, for batches of models.
     """
-    if _Compiled.of(problem) is None and _batches(problem):
+    arrays = _Arrays.of(problem)
+    if arrays is None and _batches(problem):
         return _second_differences(problem, vector)
+    if arrays is not None and arrays.gradient is modes_gradient.gradient:
+        return _differences_of_slopes(arrays, vector)
     P = len(vector)
     if _as_batch(problem):
         # Each of P copies is differentiated once more along its own coordinate.
@@ -142,6 +149,15 @@ def _second_differences(problem: Problem, vector: Tensor) -> Tensor:
     out[pairs[:, 0], pairs[:, 1]] = out[pairs[:, 1], pairs[:, 0]] = mixed
     size = steps.diagonal()
     return out / size[:, None] / size
+
+
+def _differences_of_slopes(objective: Objective, vector: Tensor) -> Tensor:
+    """From the slopes at x +- e_i, as one batch."""
+    at, P = vector.detach().numpy(), len(vector)
+    sizes = SLOPE_STEP * np.maximum(np.abs(at), 1.0)
+    slopes = objective(np.concatenate([at + np.diag(sizes), at - np.diag(sizes)])).slopes
+    rows = (slopes[:P] - slopes[P:]) / (2 * sizes[:, None])
+    return functions.from_numpy((rows + rows.T) / 2)
 
 
 def _by_autograd(problem: Problem) -> Objective:
@@ -290,11 +306,20 @@ ENTERS = {
 }
 
 
-class _Compiled:
-    """Coordinates to the arrays of the compiled recursion, and slopes back."""
+_Found = tuple[Tensor, Tensor, list[Tensor | None]]
 
-    def __init__(self, problem: Problem, plan: Plan, given: list[Array]) -> None:
+
+class _Arrays:
+    """Coordinates to the arrays of the compiled recursion, and slopes back.
+
+    `gradient` is `calls.gradient`, or the one of `modes_gradient` that stands in for it.
+    """
+
+    def __init__(
+        self, problem: Problem, plan: Plan, given: list[Array], gradient: Callable[..., _Found]
+    ) -> None:
         self.plan, self.given, self.slowly = plan, given, _by_autograd(problem)
+        self.gradient = gradient
         self.model, self.first = problem.coordinates.model, problem.given
         self.pieces: dict[str, _Piece] = {}
         at = 0
@@ -307,8 +332,8 @@ class _Compiled:
         self.stationary = "initial" not in self.model.parameters and "transition" in self.pieces
 
     @classmethod
-    def of(cls, problem: Problem) -> _Compiled | None:
-        """None where the compiled recursion does not run, or a free parameter is not a constant."""
+    def of(cls, problem: Problem) -> _Arrays | None:
+        """None where neither gradient is to be had, or a free parameter is not a constant."""
         model, u = problem.coordinates.model, problem.inputs
         if not problem.coordinates.constant or model.dtype != torch.float64 or model.diffuse:
             return None
@@ -317,11 +342,15 @@ class _Compiled:
         with torch.no_grad():
             bank = GaussianBank(model, problem.observations, u)
             belief, alike = bank.start()
-            if not takes(bank, belief):
-                return None
             total_only = problem.given == 0
+            if takes(bank, belief):
+                gradient = calls.gradient
+            elif stateless(bank) and total_only and as_arrays(bank, belief):
+                gradient = modes_gradient.gradient
+            else:
+                return None
             plan, given, _ = problem_of(bank, problem.scheme, belief, alike, total_only=total_only)
-        return cls(problem, plan, [x.numpy() for x in given])
+        return cls(problem, plan, [x.numpy() for x in given], gradient)
 
     def __call__(self, points: Array) -> Evaluation:
         S, B = len(points), self.plan.series
@@ -334,7 +363,7 @@ class _Compiled:
             for k, x in arrays.items():
                 x = np.ascontiguousarray(x if B == 1 else np.repeat(x, B, 0))
                 tensors[k] = functions.from_numpy(x)
-            totals, digits, to = calls.gradient(plan, tensors, [seeds], wanted)
+            totals, digits, to = self.gradient(plan, tensors, [seeds], wanted)
             bars = {k: self._summed(to[k], S) for k in arrays}
             slopes = np.empty_like(points)
             for name, piece in self.pieces.items():
