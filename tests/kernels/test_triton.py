@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from cumulant.core.errors import InputError
 from cumulant.kernels import engines
 from cumulant.kernels.triton import recording
 from cumulant.kernels.triton.blocks import KERNELS, WIDTHS, Blocks, candidates
 from cumulant.kernels.triton.compiling import TARGETS, compile_launch, launches
 from cumulant.kernels.triton.recording import Check, Record
 from cumulant.lab.bench.costs import GPUS, ratio
+from cumulant.lab.bench.gpu_page import Line, compile_all, markdown
 
 pytestmark = pytest.mark.slow
 
@@ -153,3 +155,14 @@ def test_a_jvp_is_expected_to_take_five_forward_passes_where_products_decide():
     assert ratio("gradient", gpu=fast, **asked) == pytest.approx(9 / 2)
     for gpu in GPUS.values():
         assert ratio("forward", "tangent", gpu=gpu, **asked) >= 5.0
+
+
+def test_the_page_says_what_wrote_it():
+    line = Line("cuda:80", "float32", 64, "rows", "64x32/32/8/1", True, 5, 170, 0, 8192, True)
+    page = markdown([line], "cumulant bench gpu --every-launch 64 -o gpu.md")
+    assert "Written by `cumulant bench gpu --every-launch 64 -o gpu.md`" in page
+    row = "| cuda:80 | float32 | 64 | `rows` | 64x32/32/8/1 | 5 | 170 | 0 | 8192 | yes |"
+    assert row in page
+    assert "those not listed were not compiled" in page
+    with pytest.raises(InputError, match="--every-launch must be one of 32, 64, 128, 256, not 7"):
+        compile_all(every_launch=[7])

@@ -183,9 +183,12 @@ def gpu(
         typer.Option(help="Head dimension, 32, 64, 128 or 256; repeat for more. Default: all."),
     ] = None,
     every_launch: Annotated[
-        bool,
-        typer.Option("--every-launch", help="Every call that may use a tile, not the largest."),
-    ] = False,
+        list[int] | None,
+        typer.Option(
+            metavar="WIDTH",
+            help="A head dimension to compile for every call, not the hungriest; repeat for more.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -200,9 +203,11 @@ def gpu(
         destination(output)
     page = import_module("cumulant.lab.bench.gpu_page")
     with Shown("compiling") as progress:
-        rows = page.compile_all(target, width, every_launch=every_launch, progress=progress)
+        rows = page.compile_all(target, width, every_launch=every_launch or (), progress=progress)
     if output is not None:
-        write_file(output, page.markdown(rows))
+        options = {"target": target, "width": width, "every-launch": every_launch}
+        given = [f" --{name} {x}" for name, xs in options.items() for x in xs or ()]
+        write_file(output, page.markdown(rows, f"cumulant bench gpu{''.join(given)} -o {output}"))
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
     else:

@@ -47,10 +47,12 @@ def compile_all(
     targets: Sequence[str] | None = None,
     widths: Sequence[int] | None = None,
     *,
-    every_launch: bool = False,
+    every_launch: Sequence[int] = (),
     progress: ProgressCallback | None = None,
 ) -> list[Line]:
     """Compile the table for these GPUs and head dimensions; by default all of it.
+
+    Each tile is compiled for the hungriest launch, in the widths of `every_launch` for all.
 
     Raises:
         InputError: a target or width is not in the table.
@@ -61,15 +63,17 @@ def compile_all(
     for target in targets:
         if target not in _TARGETS:
             raise InputError(f"--target must be one of {', '.join(_TARGETS)}, not {target!r}.")
-    for width in widths:
-        if width not in WIDTHS:
-            raise InputError(f"--width must be one of {', '.join(map(str, WIDTHS))}, not {width}.")
+    for option, given in (("--width", widths), ("--every-launch", every_launch)):
+        for width in given:
+            if width not in WIDTHS:
+                known = ", ".join(map(str, WIDTHS))
+                raise InputError(f"{option} must be one of {known}, not {width}.")
     plan = [(t, d, w) for t in targets for d in _DTYPES for w in widths]
     tick = counted(progress, len(plan))
     found: dict[tuple[str, ...], list[Compiled]] = {}
     for target, dtype, width in plan:
         tick(f"{target} {str(dtype).removeprefix('torch.')} {width}")
-        for c in compile_table(target, dtype, width, every_launch=every_launch):
+        for c in compile_table(target, dtype, width, every_launch=width in every_launch):
             key = (target, c.dtype, str(width), c.launch.kernel, str(c.blocks))
             found.setdefault(key, []).append(c)
     return [_line(group) for group in found.values()]
@@ -137,9 +141,9 @@ _PAGE = """\
 
 **Nothing on this page was timed on a GPU.** The Triton kernels are compiled for A100 (`cuda:80`),
 H100 (`cuda:90`) and MI300 (`hip:gfx942`) and checked in Triton's interpreter against dense
-attention in float64. Written by `cumulant bench gpu -o docs/benchmarks/gpu.md` with Triton
-{triton}, which compiles without a GPU and fails if a tile spills registers or needs more shared
-memory than the GPU has.
+attention in float64. Written by `{command}`
+with Triton {triton}, which compiles without a GPU and fails if a tile spills registers or needs
+more shared memory than the GPU has.
 
 On a GPU, run `cumulant doctor --self-test` first (validates the kernels there, picks the fastest
 tiles, and makes them the default), then `cumulant bench calculus --device cuda`, which prints
@@ -156,8 +160,7 @@ the interpreter.
 The second table gives expected multiples of a flash forward pass, under the same model, at length
 4096. float32 products are three TF32 products on NVIDIA's GPUs (24 bits kept, a third of the
 speed), IEEE on AMD's; never one TF32 product, which keeps ten bits. A flash pass in the same
-arithmetic is the baseline there, too. A dash: the table has no tile yet for one of the kernels, and
-the torch tiles answer.
+arithmetic is the baseline there, too.
 
 {costs}
 
@@ -167,26 +170,26 @@ at the price of more products than FlashAttention's backward pass takes (9 again
 ## Registers and shared memory
 
 Each line is a tile of the table in `kernels/triton/blocks.txt`: queries x keys / features that a
-product takes at a time / warps / stages (`i`: IEEE products), compiled for the hungriest launch of
-its kernel: the curvature under a causal band, with bias, mask and dropout where the last column
-says so. (`--every-launch` compiles all launches that may use a tile, which takes five times as
-long.) A call with a bias, mask, dropout or softcap takes the first tile so marked.
-Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912,
+product takes at a time / warps / stages (`i`: IEEE products), and the most that it takes in any of
+the launches it was compiled for. One launch is the curvature's, or the forward pass, under a causal
+band, with bias, mask and dropout where the last column says so ("with pairs"); several are all that
+may use the tile (`--every-launch WIDTH`). A call with a bias, mask, dropout or softcap takes the
+first tile so marked. Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912,
 232,448 and 65,536 bytes of shared memory. {verdict}
 
-| GPU | type | width | kernel | tile | registers | spilled, B | shared, B | bias, mask, dropout |
-|---|---|---|---|---|---|---|---|---|
+| GPU | type | width | kernel | tile | launches | registers | spilled, B | shared, B | with pairs |
+|---|---|---|---|---|---|---|---|---|---|
 {lines}
 """
 
 
-def markdown(rows: Sequence[Line]) -> str:
-    """The whole page."""
+def markdown(rows: Sequence[Line], command: str) -> str:
+    """The whole page, which says what `command` wrote it."""
     order = {name: number for number, name in enumerate(KERNELS)}
     places = sorted(rows, key=lambda r: (r.target, r.dtype, r.width, order[r.kernel]))
     lines = [
-        f"| {r.target} | {r.dtype} | {r.width} | `{r.kernel}` | {r.blocks} | {r.registers} "
-        f"| {r.spilled} | {r.shared} | {'yes' if r.pairs else 'no'} |"
+        f"| {r.target} | {r.dtype} | {r.width} | `{r.kernel}` | {r.blocks} | {r.launches} "
+        f"| {r.registers} | {r.spilled} | {r.shared} | {'yes' if r.pairs else 'no'} |"
         for r in places
     ]
     every = [
@@ -201,6 +204,7 @@ def markdown(rows: Sequence[Line]) -> str:
     if len(rows) < len(every):
         verdict += f" The table has {len(every)}; those not listed were not compiled for this page."
     return _PAGE.format(
+        command=command,
         triton=metadata.version("triton"),
         costs="\n".join(costs()),
         verdict=verdict,
