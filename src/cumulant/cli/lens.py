@@ -32,6 +32,7 @@ from cumulant.lens.typed import view
 # Seconds that a process waits for the others: they may be far apart, and a death is noticed at
 # once.
 PATIENCE = 7 * 86_400.0
+CHANGED = 8  # heads that a comparison lists
 
 
 def lens(
@@ -235,9 +236,11 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
 def _tell_difference(
     console: Console, differences: Any, against: Path | None, folder: Path
 ) -> None:
-    """Medians over heads before and after, and where the details are."""
-    told = "medians over heads, before and now"
-    console.print(f"\n[bold]Against {as_text(against)}[/bold] ({told})")
+    """The heads that changed most, medians over heads, and where the details are."""
+    console.print(f"\n[bold]Against {as_text(against)}[/bold]")
+    if "p" in differences:
+        _tell_changed(console, differences)
+    console.print("medians over heads, before and now:")
     for name in ("entropy", "effective_keys", "k90_fraction", "self_mass", "sink_mass"):
         rows = differences[differences["statistic"] == name]
         if len(rows):
@@ -247,6 +250,19 @@ def _tell_difference(
         "Most of these depend on how many keys a token sees: compare texts of equal length.\n"
         f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}."
     )
+
+
+def _tell_changed(console: Console, differences: Any) -> None:
+    """The heads that changed beyond chance, the most certain first."""
+    tested = differences.dropna(subset=["p"])
+    changed = tested[tested["p"] < 0.05]
+    heads, total = (len(x[["layer", "head"]].drop_duplicates()) for x in (changed, tested))
+    console.print(f"{heads} of {total} heads changed by more than chance; those that did most:")
+    for row in changed.drop_duplicates(["layer", "head"]).head(CHANGED).to_dict("records"):
+        console.print(
+            f"  layer {row['layer']} head {row['head']}: {row['statistic']} "
+            f"{row['first']:.3g} → {row['second']:.3g} (chance: ±{row['noise']:.2g})"
+        )
 
 
 def _tell_json(found: Examination, page: Path, whose: str | None) -> None:

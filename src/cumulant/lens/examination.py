@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from cumulant.core.describing import described
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
 from cumulant.lens.columns import COLUMNS, TABLES
+from cumulant.lens.comparing import chance
 from cumulant.lens.files import part_name, read_table, write_json, write_table
 from cumulant.lens.partial import ABOUT, claimed, finish_move, is_complete, move_in, outdated
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
@@ -232,7 +234,12 @@ def compare(first: Examination, second: Examination) -> DataFrame:
     """Two models, or two texts: one row per statistic and head, or per quarter of the depth.
 
     Where both have the same layers and heads, rows are (layer, head, statistic) with ``first``,
-    ``second`` and ``difference``; otherwise medians over the heads of each quarter of the depth.
+    ``second`` and ``difference``, the heads that changed most first. ``noise`` is the 95 % quantile
+    of changes by chance, and ``p`` below 0.05 means that the change is more than chance, allowing
+    for the number of heads: texts, or eighths of a few texts, are shuffled between the two
+    examinations, or have random signs if both read the same texts. Both are null for statistics
+    that are not means over tokens. Otherwise rows are medians over the heads of each quarter of the
+    depth.
 
     Raises:
         InputError: an argument is not an `Examination`, or has no table of heads.
@@ -249,7 +256,15 @@ def compare(first: Examination, second: Examination) -> DataFrame:
     )
     joined = joined.rename(columns={"value_first": "first", "value_second": "second"})
     joined = joined.dropna(subset=["first", "second"], ignore_index=True)
-    return joined.assign(difference=joined["second"] - joined["first"])
+    joined = joined.assign(difference=joined["second"] - joined["first"])
+    if keys == ["quarter"]:
+        return joined
+    joined = joined.merge(chance(first, second), how="left", on=["layer", "head", "statistic"])
+    times = (joined["difference"] / joined["noise"]).abs().replace(math.inf, math.nan)
+    order = joined.assign(times=times).sort_values(
+        ["p", "times"], ascending=[True, False], kind="stable", na_position="last"
+    )
+    return joined.loc[order.index].reset_index(drop=True)
 
 
 def _heads_of(examination: Examination) -> Table:
