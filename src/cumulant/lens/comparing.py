@@ -40,7 +40,8 @@ def chance(first: Examination, second: Examination, *, seed: int = 0) -> Any:
     if not (_tokens(first) and _tokens(second)):
         return pandas().DataFrame({"statistic": [], "layer": [], "head": [], "noise": [], "p": []})
     names = [n for n in MEANS if _has(first, n) and _has(second, n)]
-    same = _texts(first) == _texts(second)
+    # Names alone do not tell texts apart: those without one are numbered.
+    same = _texts(first) == _texts(second) and first.shown == second.shown
     pieces = 1 if min(len(_texts(x)) for x in (first, second)) >= TEXTS else PIECES
     units = [_units(x, names, pieces) for x in (first, second)]
     a, b = (x.to_numpy(dtype=float) for x in units)
