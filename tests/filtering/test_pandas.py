@@ -197,5 +197,5 @@ def test_bad_input(monkeypatch):
     with pytest.raises(cm.InputError, match="one series makes a frame"):
         batch.to_pandas()
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(cm.InputError, match=r"cumulant\[pandas\]"):
+    with pytest.raises(cm.InputError, match=r"install .*\[pandas\]"):
         post.to_pandas()

@@ -201,3 +201,46 @@ def test_the_picture(truth, fitted, names):
     assert len(shades) == 1
     at = int(np.ceil(shades[0].get_x()))
     assert not truth[1][at]
+
+
+@pytest.mark.parametrize("switching", ["mean", "mean,variance"])
+def test_regimes_of_the_command(truth, tmp_path, monkeypatch, capsys, switching):
+    """Names of --regimes go in rising order, in table, summary, CSV, file and picture."""
+    y, expansion = truth
+    rows = "".join(f"{t},{v!r}\n" for t, v in enumerate(y[:, 0].tolist()))
+    (tmp_path / "s.csv").write_text(f"t,growth\n{rows}")
+    drawn, draw = [], command.picture
+    monkeypatch.setattr(command, "picture", lambda *a, **k: drawn.append(draw(*a, **k)))
+    given = ["--regimes", "recession,expansion", "--switching", switching, "--forecast", "2"]
+    told = [str(tmp_path / "s.csv"), "-o", str(tmp_path / "out"), *given]
+    monkeypatch.setattr(sys, "argv", ["cumulant", "filter", *told])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if line.startswith("│ expansion")]
+    share = 100 * float(expansion.double().mean())
+    assert abs(float(row.split("│")[2].strip().rstrip("%")) - share) < 5
+    with open(tmp_path / "out" / "filtered.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    probability = torch.tensor([float(r["P(expansion | all)"]) for r in found[: len(y)]])
+    assert right(probability, expansion)
+    model, names = read_model(tmp_path / "out" / "fitted.toml")
+    bias = dict(zip(names.modes, model.emission_bias.flatten().tolist(), strict=True))
+    assert bias["recession"] < 0 < bias["expansion"]
+    areas = {patch.get_label(): patch.get_data() for patch in drawn[0].axes[-1].patches}
+    values, _, baseline = areas["expansion"]
+    tall = torch.from_numpy(np.asarray(values - baseline))[: len(y)] > 0.5
+    assert float((tall == expansion[: len(tall)]).double().mean()) > 0.95
+
+
+def test_names_of_a_ready_model_reach_frames_summary_and_path(truth):
+    y, expansion = truth
+    found = F.fit(F.switching_mean_variance(["recession", "expansion"], switching="mean"), y)
+    for frame in (found.posterior.to_pandas(), found.smoothed.to_pandas()):
+        (column,) = [c for c in frame.columns if "expansion" in str(c)]
+        assert right(torch.tensor(frame[column].to_numpy()), expansion)
+    table = found.summary().table
+    assert table.loc[("recession", "mean"), "coef"] < 0 < table.loc[("expansion", "mean"), "coef"]
+    modes = F.most_likely_path(found.model, y).modes
+    assert float(((modes == 1) == expansion).double().mean()) > 0.95

@@ -34,6 +34,41 @@ from cumulant.filtering.tables import compared, labels_of, summarize, table
 
 MOST_AHEAD = 100_000
 
+HELP = """Find the regimes and the hidden states of a series.
+
+--regimes fits a ready model by maximum likelihood and prints its estimates.
+Or write a model, a TOML file, linear and Gaussian in each of its modes. The
+command writes a table (filtered.csv) and a picture (filter.png) to the
+output folder. Empty cells, NA and nan count as missing. Each row is one
+step, whatever its date.
+
+\b
+cumulant filter --example              see it work; get files to start from
+cumulant filter growth.csv --regimes 2 --forecast 8
+cumulant filter growth.csv --regimes recession,expansion --ar 1
+cumulant filter returns.csv --regimes 2 --switching mean,variance
+cumulant filter series.csv --model model.toml
+cumulant filter series.csv -m model.toml --columns rate --forecast 8
+cumulant filter series.csv -m start.toml --fit     fit the numbers first
+
+\b
+A model.toml with two modes, one state and one observation:
+    names = ["calm", "turbulent"]
+    transition = [[0.95, 0.05], [0.10, 0.90]]    # rows sum to one
+    initial = [0.5, 0.5]
+    dynamics = 1.0                       # the same in both modes
+    dynamics_noise = [0.1, 2.0]          # variances, one per mode
+    emission = 1.0
+    emission_noise = [1.0, 9.0]
+    initial_mean = 0.0
+    initial_covariance = 100.0
+Matrices are nested arrays: (rows, columns) or (modes, rows, columns); two
+columns seen through one state: emission = [[1.0], [0.5]], and emission_noise
+2 x 2. Also: emission_bias, dynamics_bias, states = ["trend"].
+"""
+
+app = typer.Typer(add_completion=False)
+
 
 class _Run(NamedTuple):
     """What to filter, where the results go, and the fit that came before."""
@@ -45,6 +80,7 @@ class _Run(NamedTuple):
     learned: Learned | None = None
 
 
+@app.command("filter", help=HELP)
 def filter_series(
     series: Annotated[
         Path | None,
@@ -115,58 +151,15 @@ def filter_series(
         ),
     ] = False,
 ) -> None:
-    """Find the regimes and the hidden states of a series.
-
-    --regimes fits a ready model by maximum likelihood and prints its estimates.
-    Or write a model, a TOML file, linear and Gaussian in each of its modes. The
-    command writes a table (filtered.csv) and a picture (filter.png) to the
-    output folder. Empty cells, NA and nan count as missing. Each row is one
-    step, whatever its date.
-
-    \b
-    cumulant filter --example              see it work; get files to start from
-    cumulant filter growth.csv --regimes 2 --forecast 8
-    cumulant filter growth.csv --regimes recession,expansion --ar 1
-    cumulant filter returns.csv --regimes 2 --switching mean,variance
-    cumulant filter series.csv --model model.toml
-    cumulant filter series.csv -m model.toml --columns rate --forecast 8
-    cumulant filter series.csv -m start.toml --fit     fit the numbers first
-
-    \b
-    A model.toml with two modes, one state and one observation:
-        names = ["calm", "turbulent"]
-        transition = [[0.95, 0.05], [0.10, 0.90]]    # rows sum to one
-        initial = [0.5, 0.5]
-        dynamics = 1.0                       # the same in both modes
-        dynamics_noise = [0.1, 2.0]          # variances, one per mode
-        emission = 1.0
-        emission_noise = [1.0, 9.0]
-        initial_mean = 0.0
-        initial_covariance = 100.0
-    Matrices are nested arrays: (rows, columns) or (modes, rows, columns); two
-    columns seen through one state: emission = [[1.0], [0.5]], and emission_noise
-    2 x 2. Also: emission_bias, dynamics_bias, states = ["trend"].
-    """
+    """Find the regimes and the hidden states of a series."""
     try:
-        kept = "gpb2" if collapse is None else collapse
-        kept = int(kept) if kept.isdecimal() and len(kept) < 10 else kept
         if not 0 <= ahead <= MOST_AHEAD:
             raise InputError(f"--forecast must be from 0 to {MOST_AHEAD}, not {ahead}.")
-        if example and (series is not None or model is not None or columns is not None):
-            raise InputError("--example has its own series and model; leave out yours.")
         if example:
-            series, model = example_files()
+            series, model = _of_the_example(series, model, columns)
         asked = Regimes.asked(regimes, switching, order, starts, learn or model is not None)
-        if series is None or (model is None and asked is None):
-            raise InputError(
-                "SERIES (a CSV file) is missing; cumulant filter --example shows one."
-                if series is None
-                else "--regimes (how many) or --model (a TOML file) is missing; cumulant filter "
-                "--example shows a model."
-            )
-        if asked is not None and collapse is None:
-            kept = asked.collapse
         run = _read(series, model, asked, columns, output)
+        kept = _collapse(collapse, asked)
         _bounded(run, scheme_of("--collapse", kept), ahead)
         make_folder(output)
         if asked is not None:
@@ -179,12 +172,40 @@ def filter_series(
         raise typer.Exit(130) from None
 
 
+def _of_the_example(*given: Path | str | None) -> list[Path]:
+    """The example's series and model; nothing of the kind may be given."""
+    if any(x is not None for x in given):
+        raise InputError("--example has its own series and model; leave out yours.")
+    return example_files()
+
+
+def _collapse(given: str | None, asked: Regimes | None) -> str | int:
+    """The collapse that is asked for, or the one that suits the model."""
+    if given is None:
+        return "gpb2" if asked is None else asked.collapse
+    return int(given) if given.isdecimal() and len(given) < 10 else given
+
+
 def _read(
-    series: Path, model: Path | None, asked: Regimes | None, columns: str | None, folder: Path
+    series: Path | None,
+    model: Path | None,
+    asked: Regimes | None,
+    columns: str | None,
+    folder: Path,
 ) -> _Run:
     """All input, checked."""
-    ready = None if asked is None else asked.model()
-    parameters, names = (ready, ready.names) if ready is not None else read_model(_there(model))
+    if series is None:
+        raise InputError("SERIES (a CSV file) is missing; cumulant filter --example shows one.")
+    if asked is not None:
+        ready = asked.model()
+        parameters, names = ready, ready.names
+    elif model is not None:
+        parameters, names = read_model(model)
+    else:
+        raise InputError(
+            "--regimes (how many) or --model (a TOML file) is missing; cumulant filter --example "
+            "shows a model."
+        )
     chosen = None
     if columns is not None:
         try:
@@ -208,12 +229,6 @@ def _read(
     if bool(found.values.isnan().all()):
         raise InputError(f"{series} has no observation at all: every cell is missing.")
     return _Run(found, parameters, names, folder)
-
-
-def _there(model: Path | None) -> Path:
-    if model is None:
-        raise InputError("--model (a TOML file) is missing.")
-    return model
 
 
 def _bounded(run: _Run, scheme: Scheme, ahead: int) -> None:

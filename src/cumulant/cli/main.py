@@ -22,7 +22,7 @@ COMMANDS = {
     "study": ("study", "study", "Answer a question by training variants, with a verdict."),
     "lens": ("lens", "lens", "Show what attention does in a model, token by token."),
     "serve": ("serve", "serve", "Show what attention does with your own text, in the browser."),
-    "filter": ("filter", "filter_series", "Find the regimes and the hidden states of a series."),
+    "filter": ("filter", "app", "Find the regimes and the hidden states of a series."),
     "simulate": ("simulate", "simulate", "Simulate a cloud of points that attends to itself."),
     "bench": ("bench", "bench", "Time Cumulant against the real alternative, in one run."),
     "doctor": ("doctor", "doctor", "Show versions and engines, or check derivatives."),

@@ -35,6 +35,7 @@ __all__ = [
     "require",
     "row_of",
     "semi_definite",
+    "square",
     "symmetric_definite",
     "value_checks",
     "whole",
@@ -206,10 +207,18 @@ def finite(owner: str, name: str, x: Tensor) -> Tensor:
     return x
 
 
+def square(owner: str, name: str, x: Tensor, letter: str = "d") -> int:
+    """The size of square matrices ``(..., d, d)``; `letter` is what the caller calls it."""
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise InputError(
+            f"{owner}: {name} must be square, (..., {letter}, {letter}), not {tuple(x.shape)}."
+        )
+    return x.shape[-1]
+
+
 def symmetric_definite(owner: str, name: str, x: Tensor) -> Tensor:
     """Return a symmetric positive definite matrix ``(..., d, d)``, exactly symmetrized."""
-    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
-        raise InputError(f"{owner}: {name} must be square, (..., d, d), but is {tuple(x.shape)}.")
+    square(owner, name, x)
     tolerance = 1e3 * torch.finfo(x.dtype).eps
     size = x.detach().abs().amax((-2, -1), keepdim=True)
     require(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulant.core.checks import broadcasts_to, holds, numbers, require, semi_definite
+from cumulant.core.checks import broadcasts_to, holds, numbers, require, semi_definite, square
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg, tolist
 from cumulant.filtering.frames import is_pandas, values_of
@@ -44,9 +44,10 @@ def sized(owner: str, name: str, x: Tensor, least: int) -> torch.Size:
 
 def stochastic(owner: str, transition: Tensor) -> int:
     """The number of modes of a transition matrix with rows that sum to one."""
-    shape = sized(owner, "transition", transition, 2)
-    if shape[-1] != shape[-2] or shape[-1] < 1:
-        raise InputError(f"{owner}: transition must be square, (..., M, M), not {tuple(shape)}.")
+    sized(owner, "transition", transition, 2)
+    modes = square(owner, "transition", transition, "M")
+    if modes < 1:
+        raise InputError(f"{owner}: transition must have at least one mode, but is empty.")
     require(
         transition >= 0,
         lambda: (
@@ -65,10 +66,10 @@ def stochastic(owner: str, transition: Tensor) -> int:
                 "column; pass transition.mT"
             )
         raise InputError(
-            f"{owner}: rows of transition must sum to one; row {int(worst) % shape[-1]} sums to "
+            f"{owner}: rows of transition must sum to one; row {int(worst) % modes} sums to "
             f"{float(rows.flatten()[worst]):.6g}. Remedy: {hint}."
         )
-    return shape[-1]
+    return modes
 
 
 def initial_probabilities(owner: str, initial: Tensor, modes: int) -> None:
