@@ -188,9 +188,10 @@ class Compiled:
 def compile_table(
     target: str, dtype: torch.dtype, width: int, *, every_launch: bool = False
 ) -> Iterator[Compiled]:
-    """Every tile of one line of the table for the kernel's hungriest launch, or for all of them.
+    """Every tile of one line of the table for the kernel's last launch, or for all of them.
 
-    The hungriest is the curvature's, with a bias, a mask and dropout if the tile is to take them.
+    The last is the curvature's, mostly the hungriest, with a bias, a mask and dropout if the tile
+    is to take them.
     """
     for pairs in (False, True):
         made = list(launches(width, width, dtype, pairs=pairs))

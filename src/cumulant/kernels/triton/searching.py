@@ -2,8 +2,9 @@
 """Fills the table of tiles by compiling; ``python -m cumulant.kernels.triton.searching FILE``.
 
 For every target, type, head dimension and kernel it walks down a list from the tiles that reuse
-most to those that need fewest registers, and keeps the first that spills nothing in the hungriest
-launch of the kernel: the curvature's, with a bias, a mask and dropout. A line may list more tiles,
+most to those that need fewest registers, and keeps the first that spills nothing in any launch of
+the kernel with a bias, a mask and dropout. (The curvature's is mostly the hungriest, but the
+tangent's of `means` can be hungrier.) A line may list more tiles,
 for ``tuning.py`` to choose from; one without "+" serves calls that have none of the three. What is
 already in the file is kept, so an interrupted search resumes. ``cumulant bench gpu`` compiles every
 tile for every launch that may use it.
@@ -58,11 +59,13 @@ def _list(target: str, dtype: torch.dtype, width: int, kernel: str) -> Iterator[
 
 
 def search(target: str, dtype: torch.dtype, width: int, kernel: str) -> list[Blocks]:
-    """The first tile that fits with a bias, a mask and dropout."""
-    loaded = [x for x in launches(width, width, dtype, pairs=True) if x.kernel == kernel][-1]
+    """The first tile that fits every launch of the kernel with a bias, a mask and dropout."""
+    loaded = [x for x in launches(width, width, dtype, pairs=True) if x.kernel == kernel]
     gpu = TARGETS[target]
     fitting = (
-        b for b in _list(target, dtype, width, kernel) if compile_launch(loaded, b, gpu).fits(gpu)
+        b
+        for b in _list(target, dtype, width, kernel)
+        if all(compile_launch(x, b, gpu).fits(gpu) for x in reversed(loaded))
     )
     return list(islice(fitting, 1))
 
