@@ -17,6 +17,7 @@ check: lint
 # What CI runs: everything the README promises.
 test: lint types browser
 	$(PYTEST)
+	CUMULANT_OTHER_DEVICE=some $(PYTEST) tests
 
 environment: $(VENV)/ready
 

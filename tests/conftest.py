@@ -74,7 +74,8 @@ TOGETHER = ("test_site.py", "test_package.py", "lens/test_shards.py")
 
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
-    items[:] = [item for item in items if _engine_of(item) != "other" or _on_other_device(item)]
+    if DEVICE:
+        items[:] = [item for item in items if _on_other_device(item)]
     for item in items:
         if not item.path.is_relative_to(root):
             continue
@@ -135,8 +136,13 @@ ON_NONE = {
 }
 
 
-# Tests that also run on a second device (`other_device.py`), as parts of their names: a few of each
-# area, so that code which assumes the CPU fails somewhere.
+# A second device (`other_device.py`) has a run of its own, because torch counts the devices of a
+# process once. CUMULANT_OTHER_DEVICE=some runs the tests below there, by parts of their names:
+# a few of each area, so that code which assumes the CPU fails somewhere. =all runs all of them.
+DEVICE = os.environ.get("CUMULANT_OTHER_DEVICE", "")
+DEVICE_FILES = ("core/test_other_device.py", "kernels/test_synchronizations.py")
+DEVICE_FILES += ("kernels/test_cuda_plan.py",)
+collect_ignore = [] if DEVICE else [*DEVICE_FILES]
 ON_OTHER_DEVICE = {
     "test_derivatives.py": ("at_once[other-none-F]", "at_once[other-boolean-R", "[other-causal-F"),
     "test_attend.py": (
@@ -156,15 +162,14 @@ ON_OTHER_DEVICE = {
 }
 
 
-def _engine_of(item):
-    """What the fixture `engine` will be told; "other" for the second device."""
-    call = getattr(item, "callspec", None)
-    return None if call is None else call.params.get("engine")
-
-
 def _on_other_device(item):
-    wanted = os.environ.get("CUMULANT_OTHER_DEVICE") == "all"
-    return wanted or any(part in item.name for part in ON_OTHER_DEVICE[item.path.name])
+    if str(item.path).endswith(DEVICE_FILES):
+        return True
+    call = getattr(item, "callspec", None)
+    if call is None or call.params.get("engine") != "other":
+        return False
+    parts = ON_OTHER_DEVICE[item.path.name]
+    return DEVICE == "all" or any(part in item.name for part in parts)
 
 
 def pytest_generate_tests(metafunc):
@@ -174,7 +179,7 @@ def pytest_generate_tests(metafunc):
     names = [None]
     if ON_EVERY_ENGINE & {path.parent.name, path.name} and path.name not in ON_NONE:
         names = [name for name, status in engines().items() if status.available]
-    if path.name in ON_OTHER_DEVICE:
+    if DEVICE and path.name in ON_OTHER_DEVICE:
         # Before any test runs: the first backward pass of a process counts its devices for good.
         importlib.import_module("other_device")
         names = [*names, "other"]
