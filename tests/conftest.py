@@ -142,7 +142,7 @@ ON_NONE = {
 DEVICE = os.environ.get("CUMULANT_OTHER_DEVICE", "")
 DEVICE_FILES = ("core/test_other_device.py", "kernels/test_synchronizations.py")
 DEVICE_FILES += ("kernels/test_cuda_plan.py",)
-collect_ignore = [] if DEVICE else [*DEVICE_FILES]
+collect_ignore = [] if DEVICE else ["other_device.py", *DEVICE_FILES]
 ON_OTHER_DEVICE = {
     "test_derivatives.py": ("at_once[other-none-F]", "at_once[other-boolean-R", "[other-causal-F"),
     "test_attend.py": (

@@ -228,7 +228,7 @@ def _section(row: Row) -> list[str]:
     where = [f"Run it again: `cumulant claims --only {row['id']}`."]
     if row.get("experiment"):
         where.append(f"Experiment: `{row['experiment']}`.")
-    if re.fullmatch(r"T\d+", row["id"]):
+    if re.fullmatch(r"T\d+[ab]?", row["id"]):
         where.append(f"Derivation: [theory.md](../theory.md#{row['id'].lower()}).")
     if row["tests"]:
         where.append(f"Law: {', '.join(f'`{path}`' for path in row['tests'])}.")

@@ -122,7 +122,7 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
 
 def _is_theory(name: object) -> bool:
     """Whether a claim has a section of its own in the theory: T14 has, simclr has none."""
-    return re.fullmatch(r"T\d+", str(name)) is not None
+    return re.fullmatch(r"T\d+[ab]?", str(name)) is not None
 
 
 def worded(x: Mapping[str, Any]) -> Number:
