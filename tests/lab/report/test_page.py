@@ -698,5 +698,5 @@ def test_a_missing_package_is_named(monkeypatch, package):
 
     mathml.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=r"pip install 'cumulant\[report\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[report\]'"):
         render(Parts(ledger={"claims": [entry("T1", "holds")]}))
