@@ -244,5 +244,5 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(cm.InputError, match=r"cumulant\[plot\]"):
+    with pytest.raises(cm.InputError, match=r"\.\[plot\]"):
         run().plot()

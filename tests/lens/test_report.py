@@ -565,7 +565,7 @@ def test_text_that_cannot_be_encoded_does_not_break_the_page(data):
 
 def test_a_missing_jinja2_is_named(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(InputError, match=r"pip install 'cumulant\[report\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[report\]'"):
         render(data)
 
 
