@@ -84,8 +84,8 @@ def long_text() -> Callable[[], object]:
     return lambda: _observed(model, inputs)
 
 
-def _trained(steps: int, monitored: bool) -> Callable[[], object]:
-    """A small GPT-2 trained for some steps, with a monitor at its defaults or without."""
+def _training(monitored: bool) -> Callable[[], object]:
+    """A training step of a small GPT-2, with a monitor at its defaults or without."""
     transformers = import_module("transformers")
     config = transformers.GPT2Config(
         vocab_size=1000,
@@ -98,29 +98,33 @@ def _trained(steps: int, monitored: bool) -> Callable[[], object]:
     )
     config.loss_type = "ForCausalLM"
     ids = _ids(8, 128, 1000)["input_ids"]
+    functions.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).train()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = Monitor(model) if monitored else None
 
-    def train() -> None:
-        functions.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config).train()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        monitor = Monitor(model) if monitored else None
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            if monitor is not None:
-                monitor.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
         if monitor is not None:
-            monitor.close()
+            monitor.step()
 
-    return train
+    return step
 
 
-def monitoring(steps: int, rounds: int, tick: Callable[[str], None]) -> Row:
-    """What `Monitor` adds to training time, as a ratio of both."""
+def monitoring(steps: int, tick: Callable[[str], None]) -> Row:
+    """What `Monitor` adds to training time: two trainings, step by step in turn."""
     label = f"GPT-2, 4 layers of width 128, 8 x 128, {steps} steps"
-    cases = {"training, monitored": _trained(steps, True), "training": _trained(steps, False)}
-    seconds = interleave(cases, rounds=rounds, tick=tick, clock=clock())
+    cases = {"training, monitored": _training(True), "training": _training(False)}
+    now, spent = clock(), dict.fromkeys(cases, 0.0)
+    tick(label)
+    for _ in range(steps):
+        for name, step in cases.items():
+            start = now()
+            step()
+            spent[name] += now() - start
+    seconds = {name: [total] for name, total in spent.items()}
     return row(seconds, label, "training, monitored", "training", 1.02)
 
 
@@ -133,8 +137,8 @@ def run(
     few = max(3, rounds // 2)
     cases = _cases(batch, length)
     # Quick, a run of 50 steps: as many watched steps for each other one.
-    steps, turns = (50, 1) if quick else (STEPS, few)
-    tick = counted(progress, len(cases) * (few + 1) + 2 * (turns + 1) + (0 if quick else 3))
+    steps = 50 if quick else STEPS
+    tick = counted(progress, len(cases) * (few + 1) + 1 + (0 if quick else 3))
 
     def told(what: str) -> None:
         tick(f"{label}: {what}")
@@ -146,7 +150,7 @@ def run(
         row(seconds, label, "and k90, class, top key", weights, 0.6),
         row(seconds, label, "and leading eigenvalue", weights, 1.5),
     ]
-    rows.append(monitoring(steps, turns, lambda what: tick(f"GPT-2: {what}")))
+    rows.append(monitoring(steps, tick))
     if quick:
         return rows
     tick("peak memory of eager attention")
