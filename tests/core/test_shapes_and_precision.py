@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -42,5 +44,6 @@ def test_half_precision_is_widened_and_nothing_else(dtype):
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     assert widened(dtype) == expected
     assert wide(torch.ones(2, dtype=dtype)).dtype == expected
-    assert widest(torch.device("cpu")) == torch.float64
-    assert widest(torch.device("mps")) == torch.float32
+    assert widest(torch.ones(2, dtype=dtype)) == torch.float64
+    slow = SimpleNamespace(device=torch.device("mps"), dtype=dtype)
+    assert widest(slow) == expected

@@ -200,5 +200,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
     with (here / "problem.hpp").open("a") as file:
         file.write("// one word more in a structure\n")
     assert module._is_stale(loaded._handle)
+    assert "of older sources: run python hatch_build.py" in module._found.__wrapped__()
+    monkeypatch.setattr(module, "_found", module._found.__wrapped__)
     with pytest.raises(module.Missing, match=r"of older sources: run python hatch_build\.py"):
-        module.library.__wrapped__()
+        module.library()

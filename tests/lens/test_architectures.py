@@ -184,7 +184,8 @@ def test_dropout_is_unchanged(name, implementation):
     model.eval()
     assert_same(plain, watched, 0.0, 0.0)
     assert not torch.equal(plain[0], again[0])  # there was dropout
-    assert not lens.table().isna().any().any()
+    masses = ["previous_mass", "duplicate_mass", "induction_mass"]  # not for every token
+    assert not lens.table().drop(columns=masses, errors="ignore").isna().any().any()
 
 
 @pytest.mark.parametrize("name", NAMES)

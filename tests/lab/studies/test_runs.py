@@ -83,7 +83,7 @@ def test_a_stopped_run_ends_bit_identical(tmp_path, text, after):
             stop=lambda: next(steps) == after,
         )
     made: list[int] = []
-    resumed = run(job(text, link=True, expansion=True), tmp_path / "halves", tell=made.append)
+    resumed = run(job(text, link=True, expansion=True), tmp_path / "halves", counted=made.append)
     assert made[0] == after  # it continued, and did not start again
     assert same(whole, resumed)
 

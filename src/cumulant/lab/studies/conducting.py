@@ -160,7 +160,7 @@ class _Crew:
 
     def _alone(self, jobs: Sequence[Job]) -> Iterable[Run]:
         for job in jobs:
-            yield run(job, self.folder, tell=lambda n, job=job: self._tell(n, job.id))
+            yield run(job, self.folder, counted=lambda n, job=job: self._tell(n, job.id))
 
     def _together(self, pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> Iterable[Run]:
         pending: set[Future[Run]] = {pool.submit(_work, job, self.folder) for job in jobs}
@@ -223,7 +223,7 @@ def _work(job: Job, folder: Path) -> Run:
             count, last = 0, time.monotonic()
 
     try:
-        return run(job, folder, tell=tell, stop=_stopping.is_set)
+        return run(job, folder, counted=tell, stop=_stopping.is_set)
     except Stopped:
         raise KeyboardInterrupt from None
     finally:

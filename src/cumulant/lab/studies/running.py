@@ -91,7 +91,7 @@ def run(
     job: Job,
     folder: Path,
     *,
-    tell: Callable[[int], object] = lambda steps: None,
+    counted: Callable[[int], object] = lambda steps: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Make the run, or what is left of it, on one thread.
@@ -99,7 +99,7 @@ def run(
     Args:
         job: which.
         folder: of journals.
-        tell: is told how many steps were made.
+        counted: is told how many steps were made.
         stop: asked after every step; if true, the state is saved.
 
     Raises:
@@ -113,7 +113,7 @@ def run(
     torch.set_num_threads(1)
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            return _run(job, journal, last, tell, stop)
+            return _run(job, journal, last, counted, stop)
     finally:
         torch.set_num_threads(threads)
 
@@ -122,7 +122,7 @@ def _run(
     job: Job,
     journal: Journal,
     last: dict[str, Any] | None,
-    tell: Callable[[int], object],
+    counted: Callable[[int], object],
     stop: Callable[[], bool],
 ) -> Run:
     work, made, begun, n = start(job), Run(job), time.process_time(), 0
@@ -131,7 +131,7 @@ def _run(
         n, made.curve, before = last["step"], last["curve"], last["seconds"]
         above = last["above"]
         work.restore(last["state"])
-        tell(n)
+        counted(n)
 
     def seconds() -> float:
         return before + time.process_time() - begun
@@ -147,7 +147,7 @@ def _run(
     while n < work.steps:
         loss = work.step(n)
         n += 1
-        tell(1)
+        counted(1)
         above = above + 1 if loss > work.limit else 0
         if not math.isfinite(loss) or above >= _PATIENCE:
             made.diverged = n
@@ -162,7 +162,7 @@ def _run(
             raise Stopped(job.id)
     made.numbers = _numbers(work, made)
     made.seconds = seconds()
-    tell(work.steps - n)
+    counted(work.steps - n)
     result = {"numbers": made.numbers, "curve": made.curve}
     result |= {"diverged": made.diverged, "seconds": made.seconds}
     journal.rewrite([{"result": result}])
