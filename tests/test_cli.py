@@ -139,7 +139,7 @@ def test_simulate_your_own_points(tmp_path):
 
 
 def test_tables_as_other_programs_write_them(tmp_path):
-    from cumulant.cli.simulate import read_points
+    from cumulant.cli.simulate_run import read_points
 
     path = tmp_path / "points.csv"
     for text, rows in (
@@ -153,7 +153,7 @@ def test_tables_as_other_programs_write_them(tmp_path):
 
 
 def test_an_orthonormal_start_has_as_many_points_as_fit():
-    from cumulant.cli.simulate import read_points
+    from cumulant.cli.simulate_run import read_points
 
     assert read_points("orthonormal", None, 5, 0).shape == (5, 5)
 
@@ -227,12 +227,36 @@ def test_simulate_interrupted_leaves_what_it_had(tmp_path):
     assert len(cm.dynamics.Trajectory.load(path).times) > 3
 
 
-def test_help_and_version_do_not_import_torch():
+def test_help_of_every_command_comes_without_torch():
     """Nobody waits two seconds to read what the command can do."""
-    program = (
-        "import sys; from cumulant.cli import main; sys.argv = ['cumulant', {!r}]\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert 'torch' not in sys.modules"
-    )
-    for option in ("--help", "--version"):
-        subprocess.run([sys.executable, "-c", program.format(option)], check=True)
+    program = """if True:
+        import sys
+        from cumulant.cli.main import COMMANDS, main
+
+        def run(*words):
+            sys.argv = ["cumulant", *words]
+            try:
+                main()
+            except SystemExit as end:
+                assert not end.code, words
+            assert "torch" not in sys.modules, words
+
+        run("--help")
+        run("--version")
+        for name in COMMANDS:
+            run(name, "--help")
+        from cumulant.cli.bench import bench
+        for each in bench.registered_commands:
+            run("bench", each.name, "--help")
+    """
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout.count(b"Usage") > 15
+
+
+def test_names_in_the_help_are_those_of_the_library():
+    """The help knows them without torch, so it has its own copies."""
+    from cumulant.cli import simulate, simulate_run
+    from cumulant.dynamics.initial import STARTS
+
+    assert set(STARTS) == set(simulate.STARTS)
+    assert set(simulate_run.CONTRACTIONS) == set(simulate.CONTRACTIONS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cumulant as cm
-from cumulant.cli.simulate import read_points
+from cumulant.cli.simulate_run import read_points
 from cumulant.core.journal import Journal
 
 SOURCE = Path(cm.__file__).parent

@@ -12,7 +12,7 @@ from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, Llama
 import cumulant as cm
 from cumulant.attention.calls import AttentionCall
 from cumulant.lens.ablating import PARTS, TEMPERATURES
-from cumulant.lens.laws import continuous
+from cumulant.lens.standing_in import continuous
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
 INPUTS = {"input_ids": torch.tensor([[1, 5, 7, 2, 9, 30, 12, 3]])}

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,9 @@ from rich.table import Table
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, write_file
-from cumulant.lab.bench.timing import Row, aim, load, machine, markdown, short
+
+if TYPE_CHECKING:
+    from cumulant.lab.bench.timing import Row
 
 bench = typer.Typer(
     add_completion=False,
@@ -131,6 +132,8 @@ def _command(name: str, title: str) -> Callable[..., None]:
     ) -> None:
         if threads is not None and threads < 1:
             raise InputError(f"--threads must be at least 1, not {threads}.")
+        import torch
+
         before = torch.get_num_threads()
         torch.set_num_threads(before if threads is None else threads)
         run = import_module(f"cumulant.lab.bench.{name}").run
@@ -230,6 +233,8 @@ def _measure(
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
         destination(output)  # before the work, not after it
+    from cumulant.lab.bench.timing import load, machine, markdown
+
     busy = load()
     with Shown("measuring") as progress:
         try:
@@ -247,6 +252,8 @@ def _measure(
 
 
 def _show(rows: list[Row], aims: bool, busy: str) -> None:
+    from cumulant.lab.bench.timing import aim, machine, short
+
     table = Table(title="Ratios (lower is better)", caption=f"{machine()}, {busy}")
     for name in ("shape", "quantity", "against"):
         table.add_column(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +15,9 @@ from rich.table import Table
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.progress import Progress
-from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
-from cumulant.lab.claims.ledger import select
-from cumulant.lab.claims.record import LEDGER, Keeper, bound, keeper, measured, outcome, tally
 
-STYLES = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
+if TYPE_CHECKING:
+    from cumulant.lab.claims.record import Keeper
 
 
 def claims(
@@ -60,6 +58,8 @@ def claims(
     if an experiment crashes or departs from its recorded verdict.
     """
     from cumulant import __version__
+    from cumulant.lab.claims.ledger import select
+    from cumulant.lab.claims.record import keeper
 
     names = [name for given in only or () for name in given.split(",") if name.strip()]
     if only and not names:
@@ -102,9 +102,13 @@ def _left(keep: Keeper, output: Path | None) -> str:
 
 def _tell(above: Console, shown: Console, row: dict[str, Any], *, numbers: bool) -> None:
     """Print one claim's verdict, above the progress bar if there is one; asked for, its numbers."""
+    from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+    from cumulant.lab.claims.record import bound, measured, outcome
+
+    styles = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
     console = above if above.is_terminal and shown.is_terminal else shown
     said = outcome(row)
-    style = STYLES.get(said, "red")
+    style = styles.get(said, "red")
     head = f"[bold]{row['id']:>4}[/bold]  [{style}]{said}[/]  {escape(row['title'])}"
     console.print(head)
     said = row["crash"] or row["not_run"] or row["finding"]
@@ -127,6 +131,8 @@ def _end(
     rows: list[dict[str, Any]], output: Path | None, keep: Keeper, shown: Console | None
 ) -> None:
     """Print the totals and set the exit code."""
+    from cumulant.lab.claims.record import LEDGER, measured, tally
+
     unrun = [row for row in rows if row["not_run"]]
     if shown is not None:
         shown.print(f"\n{count(len(rows))}: {tally(rows)}.")

@@ -10,9 +10,8 @@ import sys
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,10 +21,10 @@ from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.files import write_file
 from cumulant.core.progress import Progress
-from cumulant.core.typed import functions
-from cumulant.derivatives import DerivativeReport, check_derivatives
-from cumulant.derivatives.catalog import Verdict, catalog, markdown, sweep
-from cumulant.kernels.engines import engines
+
+if TYPE_CHECKING:
+    from cumulant.derivatives import DerivativeReport
+    from cumulant.derivatives.catalog import Verdict
 
 _STYLES = {"right": "green", "wrong": "bold red", "not supported": "yellow"}
 
@@ -86,6 +85,8 @@ def doctor(
     elif derivatives == "torch":
         _torch(order, seconds, seed, output, as_json)
     else:
+        from cumulant.derivatives import check_derivatives
+
         function, inputs = _target(derivatives, shape or [], seed)
         report = check_derivatives(function, inputs, order=order, seconds=seconds, seed=seed)
         if as_json:
@@ -116,6 +117,8 @@ def _extras() -> dict[str, list[str]]:
 
 
 def _installation(as_json: bool) -> None:
+    from cumulant.kernels.engines import engines
+
     versions = {"cumulant": __version__, "python": platform.python_version()}
     versions |= {n: metadata.version(n) for n in ("torch", "numpy", "scipy")}
     extras = _extras()
@@ -138,11 +141,15 @@ def _installation(as_json: bool) -> None:
 
 def _validate(as_json: bool) -> None:
     """Run the self-test of the GPU engine here, keep its result, say what it means."""
+    from cumulant.kernels.engines import engines
+
     status = engines()["triton"]
     if not status.available:
         raise InputError(
             f"--self-test validates the engine triton, which cannot run: {status.why}."
         )
+    import torch
+
     from cumulant.kernels.triton import recording, tuning, validating  # Triton need not be there
 
     gpu = torch.cuda.is_available()
@@ -184,6 +191,10 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
     finally:
         sys.path.remove("")
     if shapes:
+        import torch
+
+        from cumulant.core.typed import functions
+
         functions.manual_seed(seed)
         return found, tuple(torch.randn(_shape(s), dtype=torch.float64) for s in shapes)
     try:
@@ -239,6 +250,8 @@ def _show(report: DerivativeReport) -> None:
 
 
 def _torch(order: int, seconds: float, seed: int, output: Path | None, as_json: bool) -> None:
+    from cumulant.derivatives.catalog import catalog, markdown, sweep
+
     cases = list(catalog(seed))
     verdicts: list[Verdict] = []
     with Shown("torch") as progress:

@@ -15,7 +15,8 @@ from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import printable
 
 # Each command: its module, the function or application in it, and a line for --help. A command is
-# imported when it runs, so that --help and --version do not wait for torch.
+# imported when it runs. It imports torch and the library within its functions or in a file
+# `..._run.py`, so that no --help waits for them.
 COMMANDS = {
     "report": ("report", "report", "Write one self-contained page with every result."),
     "claims": ("claims", "claims", "Test every claim of the paper and its drafts."),

@@ -15,8 +15,6 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
 from cumulant.core.lock import locked
 from cumulant.core.progress import Progress
-from cumulant.lab.claims.record import tally
-from cumulant.lab.report import LOCK, finish, gather, render
 from cumulant.pages import ready
 
 PAGE = "report.html"
@@ -49,6 +47,8 @@ def report(
     To resume an interrupted run, repeat the command.
     """
     from cumulant import __version__
+    from cumulant.lab.claims.record import tally
+    from cumulant.lab.report import LOCK, finish, gather, render
 
     ready()  # before the work, not after it
     make_folder(output)

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,13 +20,10 @@ from rich.table import Table
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
 from cumulant.core.lock import locked
-from cumulant.lab.bench.timing import load, machine
-from cumulant.lab.studies.conducting import conduct, duration
-from cumulant.lab.studies.judging import judgments, table
-from cumulant.lab.studies.reading import known, read, selected
-from cumulant.lab.studies.results import Results, save
-from cumulant.lab.studies.study import Study
-from cumulant.lab.studies.tasks import objective_of
+
+if TYPE_CHECKING:
+    from cumulant.lab.studies.results import Results
+    from cumulant.lab.studies.study import Study
 
 Only = Annotated[
     list[str] | None,
@@ -79,6 +76,11 @@ def study(
         return
     if name is None:
         raise InputError("name a study or a TOML file; `cumulant study --list` lists the studies.")
+    from cumulant.lab.bench.timing import load, machine
+    from cumulant.lab.studies.conducting import conduct
+    from cumulant.lab.studies.reading import read
+    from cumulant.lab.studies.results import Results, save
+
     chosen = _chosen(read(name), only, quick, minutes, text)
     shown = Console(stderr=as_json, highlight=False, emoji=False)
     about = {"command": _command(), "machine": machine(), "load": load(), "quick": quick}
@@ -107,6 +109,8 @@ def study(
 def _chosen(
     given: Study, only: list[str] | None, quick: bool, minutes: float | None, text: Path | None
 ) -> Study:
+    from cumulant.lab.studies.reading import selected
+
     names = [x.strip() for part in only or () for x in part.split(",") if x.strip()]
     chosen = selected(given, names)
     chosen = chosen.quickly() if quick else chosen
@@ -126,6 +130,9 @@ def _command() -> str:
 
 
 def _list(as_json: bool) -> None:
+    from cumulant.lab.studies.conducting import duration
+    from cumulant.lab.studies.reading import known, read
+
     found = [read(path) for path in known().values()]
     if as_json:
         rows: list[dict[str, Any]] = [
@@ -150,6 +157,9 @@ def _list(as_json: bool) -> None:
 
 
 def _show(shown: Console, results: Results, output: Path | None) -> None:
+    from cumulant.lab.studies.judging import judgments, table
+    from cumulant.lab.studies.tasks import objective_of
+
     study = results.study
     objective = objective_of(study.task)
     grid = Table(title=study.title, title_justify="left", box=None)

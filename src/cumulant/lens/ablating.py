@@ -19,7 +19,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Effect, Hook, Scope
 from cumulant.core.typed import named_modules, tolist
 from cumulant.lens.editing import block_of, edits
-from cumulant.lens.laws import continuous, scores_of
+from cumulant.lens.standing_in import continuous, scores_of
 from cumulant.lens.weights import is_attention, output_block
 
 __all__ = ["PARTS", "ablate"]

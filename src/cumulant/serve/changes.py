@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
-from cumulant.lens.laws import continuous
+from cumulant.lens.standing_in import continuous
 
 __all__ = ["Change", "Edits", "parse"]
 

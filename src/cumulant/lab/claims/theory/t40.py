@@ -18,7 +18,7 @@ from cumulant.lab.claims.remembering import remembered
 from cumulant.lab.claims.subjects import MODELS, NEEDS, Subject, records, subject
 from cumulant.lens import laws
 from cumulant.lens.editing import edited
-from cumulant.lens.laws import continuous
+from cumulant.lens.standing_in import continuous
 
 COMPONENTS = (1, 4, 16)
 QUICK = ("minilm", "rxnmapper")
