@@ -247,6 +247,37 @@ def test_shapes_without_values(device):
         assert a.mean.device.type == device
 
 
+META_FIELDS = {
+    **dict.fromkeys(("log_normalizer", "entropy", "score_variance", "score_max"), (2, 4, 5)),
+    **dict.fromkeys(("mean", "value_variance"), (2, 4, 5, 6)),
+    "key_mean": (2, 4, 5, 8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_meta_tensors_give_shapes(dtype):
+    """On torch's meta device, where models are built without memory: shapes, no error."""
+    made = {n: x.to("meta", dtype).requires_grad_() for n, x in tensors(key_heads=2).items()}
+    a = cm.attend(*made.values(), enable_gqa=True, is_causal=True, sink=0.5, softcap=3.0)
+    for name, shape in META_FIELDS.items():
+        field = getattr(a, name)
+        assert field.shape == shape, name
+        assert field.device.type == "meta"
+    assert a.top_keys(2).indices.shape == (2, 4, 5, 2)
+    assert a.received().shape == (2, 4, KEYS)
+    mask = torch.ones(5, KEYS, dtype=torch.bool, device="meta")
+    out = cm.scaled_dot_product_attention(*made.values(), attn_mask=mask, enable_gqa=True)
+    grads = torch.autograd.grad(out.sum(), list(made.values()), create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in grads), list(made.values()))
+    given = tuple(x.detach() for x in made.values())
+    value, tangent = torch.func.jvp(
+        lambda *x: cm.scaled_dot_product_attention(*x, enable_gqa=True), given, given
+    )
+    assert [x.shape for x in (*grads, *second)] == [x.shape for x in made.values()] * 2
+    assert value.shape == tangent.shape == out.shape
+    assert {x.dtype for x in (out, *grads, *second, value, tangent)} == {dtype}
+
+
 def test_graphs_for_cuda_without_cuda():
     """Value and gradient of a call on CUDA are one operator each; torch's engine needs CUDA to run
     the second, so its graph is recorded by itself."""
@@ -272,6 +303,52 @@ def test_graphs_for_cuda_without_cuda():
         assert ours[0].args[-1] == torch.float16  # for which torch's flash operator is planned
         made = [n.meta["val"] for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
         assert {x.device.type for x in made} == {"cuda"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_for_cuda_without_cuda(dtype):
+    """`torch.compile` of a call on fake CUDA tensors: one operator, no break."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def value(query, key):
+        return cm.scaled_dot_product_attention(query, key, key, is_causal=True).sin()
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 4, n, 8, device="cuda", dtype=dtype) for n in (5, 7))
+        out = torch.compile(value, fullgraph=True, backend=keep)(query, key)
+    assert (out.shape, out.dtype, out.device.type) == (query.shape, dtype, "cuda")
+    ours = [n for n in graphs[0].graph.nodes if "cumulant" in str(n.target)]
+    assert len(graphs) == len(ours) == 1
+
+
+def jvp_step(model, query, key):
+    """A loss with a product in it: what is around the product compiles."""
+    out, slope = torch.func.jvp(lambda q: model(q.sin(), key, key), (query.exp(),), (query.cos(),))
+    return (out + slope).square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_jvp_step_has_one_break(device):
+    """docs/training-with-jvps.md: the product runs eagerly between two graphs, and says why."""
+    query, key = (torch.randn(2, 4, n, 8, device=device) for n in (5, 7))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounter()
+    step = torch.compile(jvp_step, backend=counter)
+    found = step(cm.scaled_dot_product_attention, query, key)
+    expected = jvp_step(cm.scaled_dot_product_attention, query, key)
+    if device == "cpu":
+        torch.testing.assert_close(found, expected)
+    assert found.shape == expected.shape == ()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert sum(breaks.values()) == 1
+    assert "cumulant runs this eagerly" in next(iter(breaks))
+    assert counter.frame_count == 2
 
 
 def test_operations_are_counted():

@@ -12,6 +12,7 @@ from torch.func import grad, jvp
 import cumulant as cm
 from cumulant.kernels.attention import Options
 from cumulant.kernels.rows import summarize
+from cumulant.kernels.tiles import Band
 from other_device import counted, to_host, to_other
 
 SDPA = cm.scaled_dot_product_attention
@@ -182,17 +183,15 @@ def test_numbers_and_shapes_are_checked_on_any_device():
         cm.attend(x, y[:, :3])
 
 
-def test_statistics_of_rows_wait_for_one_copy():
+@pytest.mark.parametrize("band", [Band(), Band(upper=0)])
+def test_statistics_of_rows_never_wait(band):
     q, k, *_ = given()
+    there = dict(zip(("query", "key"), to_other(q, k), strict=True))
     with counted() as waits:
-        ours = summarize(
-            dict(zip(("query", "key"), to_other(q, k), strict=True)), Options(scale=0.4)
-        )
-    assert sorted(what.split(" at ")[0] for what in waits.elements()) == [
-        "from the host",
-        "to the host",
-    ]
-    theirs = summarize({"query": q, "key": k}, Options(scale=0.4))
+        ours = summarize(there, Options(scale=0.4, band=band))
+    assert not waits
+    assert {"coverage", "leading"} <= ours.keys()
+    theirs = summarize({"query": q, "key": k}, Options(scale=0.4, band=band))
     agree([ours[n] for n in theirs], list(theirs.values()))
 
 

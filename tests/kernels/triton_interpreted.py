@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import cumulant as cm
+from cumulant.attention import direct
 from cumulant.kernels.attention import Options, attention
 from cumulant.kernels.dropout import kept
 from cumulant.kernels.tiles import Band, Program, Result
+from cumulant.kernels.triton.blocks import read as read_tile
 from oracle import assert_close, band_mask, finite
 
 TOLERANCE = 5e-6
@@ -115,10 +117,20 @@ def test_plain(asked):
     compare(qkv(35), asked)
 
 
-@pytest.mark.parametrize("widths", [(20, 40), (160, 16)])
+@pytest.mark.parametrize("widths", [(20, 40), (16, 256), (256, 24)])
 def test_widths(asked, widths):
     """Powers of two and others, d and e that differ; above 32 features go in chunks."""
-    compare(qkv(17, 33, *widths), asked)
+    m, n = (17, 33) if max(widths) < 256 else (3, 5)
+    compare(qkv(m, n, *widths), asked)
+
+
+@pytest.mark.parametrize("tile", ["64x16/256/4/1i+", "16x64/16/8/2i+"])
+def test_tiles(asked, monkeypatch, tile):
+    """As the GPUs' table has them: more queries than keys, or fewer; whole rows, or chunks."""
+    from cumulant.kernels.triton import answers
+
+    monkeypatch.setattr(answers, "choose", lambda *_, **__: read_tile(tile))
+    compare(qkv(20, 40, 24, 16), asked, mask=torch.rand(20, 1) < 0.8, band=Band(-30, 9))
 
 
 @pytest.mark.parametrize("band", [Band(None, 0), Band(-5, 0), Band(-3, 4), Band(20, None)])
@@ -214,6 +226,21 @@ def test_the_fields_of_a_row(asked):
     for name, x in expected.items():
         assert_close([got[name][..., 0].double()], [x], TOLERANCE)
     assert (got["top"][..., 0] == s.argmax(-1)).all()
+
+
+def test_value_variance_where_float64_is_slow(asked, monkeypatch):
+    """The forward kernel with v and v^2 as values; elsewhere the tiles compute it in float64."""
+    q, k, v = (x.float().double() for x in qkv())
+    p = (q @ k.mT / 4).softmax(-1)
+    expected = p @ v**2 - (p @ v) ** 2
+    precise = cm.attend(q.float(), k.float(), v.float()).value_variance
+    assert asked == ["forward", "no forward"]
+    assert_close([precise.double()], [expected], 1e-6)
+    asked.clear()
+    monkeypatch.setattr(direct, "widest", lambda _: torch.float32)
+    single = cm.attend(q.float(), k.float(), v.float()).value_variance
+    assert asked == ["forward", "forward"]
+    assert_close([single.double()], [expected], TOLERANCE)
 
 
 def test_half_precision(asked):
@@ -393,6 +420,30 @@ def twice(function, xs):
     first = torch.autograd.grad(inner(values, seeds(values, 2)), leaves, create_graph=True)
     second = torch.autograd.grad(inner(first, seeds(xs, 1)), leaves)
     return [x.detach() for x in (*values, *first, *second)]
+
+
+def test_compiled_without_a_break(asked):
+    """`torch.compile(fullgraph=True)`: value and first gradient by the kernels, as eagerly."""
+    q, k, v = qkv(20, 20)
+
+    def ours(q, k, v):
+        a = cm.attend(q, k, v, is_causal=True)
+        return a.entropy, a.mean.sin(), a.log_normalizer
+
+    def theirs(q, k, v):
+        mean, level, entropy = dense(q, k, v, mask=torch.ones(20, 20, dtype=torch.bool).tril())
+        return entropy, mean.sin(), level
+
+    def once(function, xs):
+        leaves = [x.clone().requires_grad_() for x in xs]
+        values = function(*leaves)
+        first = torch.autograd.grad(inner(values, seeds(values, 2)), leaves)
+        return [x.detach() for x in (*values, *first)]
+
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    found = once(compiled, [x.float() for x in (q, k, v)])
+    agree(found, once(theirs, [q, k, v]), asked)
+    assert asked == ["forward", "gradient"]
 
 
 def test_what_is_not_taken_goes_to_the_tiles(asked):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from typer.testing import CliRunner
 
+import cumulant as cm
 from cumulant.cli.main import app
 from cumulant.kernels.tiles import Band
 from cumulant.kernels.triton import answers, recording, sums, tuning, validating
@@ -127,20 +129,54 @@ def test_a_tile_on_trial_is_the_one_that_runs(monkeypatch):
     assert launched == [(3, 1)]
 
 
+@pytest.fixture
+def jvp_flash_attention(monkeypatch, tmp_path):
+    """The names of that package (0.14) around dense attention: the package itself needs a GPU."""
+    package = tmp_path / "jvp_flash_attention"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "jvp_attention.py").write_text(
+        "class JVPAttn:\n"
+        "    @staticmethod\n"
+        "    def fwd_dual(q, k, v, attn_mask=None, dropout_p=0.0, causal=False, sm_scale=None):\n"
+        "        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("jvp_flash_attention.jvp_attention", "jvp_flash_attention"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("jvp_flash_attention")
+def test_alternatives_compute_the_same_tangent():
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    torch.manual_seed(5)
+    found = {name: run() for name, run in gpu._alternatives(q, k, v).items()}
+    torch.manual_seed(5)
+    along = tuple(torch.randn_like(x) for x in (q, k, v))
+    with cm.engine("torch"):
+        expected = torch.func.jvp(cm.scaled_dot_product_attention, (q, k, v), along)
+    assert list(found) == ["JVP by the math backend", "JVP by jvp_flash_attention"]
+    for pair in found.values():
+        torch.testing.assert_close(pair, expected)
+
+
+@pytest.mark.usefixtures("jvp_flash_attention")
 def test_the_benchmark_prints_measured_beside_expected(monkeypatch):
     """A clock that counts calls in place of a GPU's; nothing here says how fast anything is."""
     ran = []
 
     def clock(run):
         ran.append(run)
-        return 1.0 if len(ran) % 6 == 1 else 2.0  # the flash pass is the first of six
+        return 1.0 if len(ran) % 7 == 1 else 2.0  # the flash pass is the first of seven
 
     monkeypatch.setattr(gpu, "_gpu", lambda device: gpu.GPUS["H100"])
     rows = gpu.measure(device="cpu", timer=clock, rounds=2, quick=True)
     assert {r.ratio for r in rows} == {2.0}
     expected = {r.quantity: r.at_most for r in rows}
     assert expected["JVP, all tangents, with the value"] > expected["mean, G, entropy"] >= 1.0
-    assert expected["JVP by the math backend"] == math.inf
+    for other in ("the math backend", "jvp_flash_attention"):
+        assert expected[f"JVP by {other}"] == math.inf
     with pytest.raises(gpu.InputError, match="no GPU"):
         gpu.measure(device="cuda", timer=clock)
     with pytest.raises(gpu.InputError, match="CUDA and ROCm"):

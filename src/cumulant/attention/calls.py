@@ -12,7 +12,7 @@ from cumulant.attention.inputs import Call, prepare
 from cumulant.attention.sinks import attended
 from cumulant.core.checks import holds_at_once
 from cumulant.core.errors import InputError
-from cumulant.core.precision import widened
+from cumulant.core.precision import widened, without_autocast
 
 __all__ = ["AttentionCall", "additive_parts"]
 
@@ -60,7 +60,7 @@ class AttentionCall:
         if value.shape[1] != key.shape[1]:
             key = key.repeat_interleave(value.shape[1] // key.shape[1], dim=1)
         kind = widened(query.dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             return prepare(
                 "attention",
                 *(x.to(kind) for x in (query, key, value)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
+from cumulant.core.precision import autocast_of
 
 __all__ = ["Given", "Keywords", "Shard", "Window", "shown"]
 
@@ -68,10 +69,7 @@ class Given:
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype that autocast asks for; None where it is off or does not apply."""
-        kind = self.query.device.type
-        if self.query.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-            return None
-        return torch.get_autocast_dtype(kind)
+        return None if self.query.dtype == torch.float64 else autocast_of(self.query)
 
     def fail(self, problem: str) -> InputError:
         """An error that states the problem, then the call with its shapes and dtypes."""

@@ -17,7 +17,7 @@ from cumulant.attention.merging import Joined
 from cumulant.attention.sinks import attended, with_sink
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
-from cumulant.core.precision import widened
+from cumulant.core.precision import autocast_of, widened
 from cumulant.distributed.facts import Fact, Facts, describe, grad_mode
 from cumulant.distributed.maps import gather_rows, spread
 from cumulant.distributed.ranks import Ranks
@@ -179,7 +179,7 @@ def _facts(query: Tensor, shard: ShardedKeys, keywords: Keywords) -> Facts:
         **describe(query=query),
         **{n: x for n, x in held.items() if n.startswith(("dtype", "whether"))},
         **grad_mode(),
-        "whether autocast is on": torch.is_autocast_enabled(query.device.type),
+        "whether autocast is on": autocast_of(query) is not None,
         "whether it is causal": bool(keywords.get("is_causal")),
         "whether heads are grouped": bool(keywords.get("enable_gqa")),
         "the window to the left": left,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "wide", "widened", "widest"]
+__all__ = ["HALF", "autocast_of", "wide", "widened", "widest", "without_autocast"]
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -43,3 +45,20 @@ def widest(x: Tensor) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
         slow = torch.cuda.get_device_capability(device) not in _FAST_DOUBLE
     return torch.promote_types(x.dtype, torch.float32 if slow else torch.float64)
+
+
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for on the device of `x`; None where it is off.
+
+    Tensors without values (meta) have no autocast: torch raises when asked for it.
+    """
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on the device of `x` compute in the dtypes they are given."""
+    kind = x.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)

@@ -13,6 +13,7 @@ from cumulant.attention.inputs import Call, prepare
 from cumulant.core.checks import finite, numbers, real, require
 from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
+from cumulant.core.precision import without_autocast
 from cumulant.filtering import moments
 from cumulant.filtering.model_checks import semi_definite
 from cumulant.filtering.moments import Affine
@@ -107,7 +108,7 @@ def attention_as_imm(
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(H.dtype)
     scale = None if scale is None else real(me, "scale", scale)
-    with torch.autocast(H.device.type, enabled=False):
+    with without_autocast(H):
         return _attention(me, given, (H, S, Q, W), attn_mask, is_causal, scale)
 
 

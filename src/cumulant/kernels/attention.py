@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.precision import without_autocast
 from cumulant.core.typed import Function, functions
 from cumulant.kernels import operators
 from cumulant.kernels.calculus import pullback, pushforward, tiling
@@ -52,7 +52,7 @@ class _Attention(Function):
 
     @staticmethod
     def forward(options: Options, names: tuple[str, ...], *tensors: Tensor) -> Any:
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0]):
             return tuple(forward(options, dict(zip(names, tensors, strict=True))))
 
     @staticmethod

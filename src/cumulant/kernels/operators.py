@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import tracing, transforms
+from cumulant.core.precision import without_autocast
 from cumulant.core.typed import forward_ad, functions, operator
 from cumulant.kernels.calculus import pullback
 from cumulant.kernels.streaming import ORDER, Options, forward
@@ -81,7 +82,7 @@ def _attention(
     narrow: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _options(scale, lower, upper, dropout, entropy, narrow)
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    with without_autocast(tensors[0]):
         out = [x.contiguous() for x in forward(options, _named(names, tensors))]
     return out[0], out[1], out[2] if entropy else out[1].new_empty(0)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.precision import without_autocast
 from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options, attention
@@ -62,7 +63,7 @@ def _batch(arguments: Named) -> torch.Size:
 
 
 def _compiled_potential(program: Program, arguments: Named) -> Arguments | None:
-    if (engine := compiled()) is None:
+    if (engine := compiled(arguments["query"].device)) is None:
         return None
     return engine.potential(arguments, {r.name: r.shape for r in program.results})
 
@@ -87,7 +88,7 @@ def potential(arguments: Named, wanted: tuple[str, ...]) -> Arguments:
         whole_rows=True,
         run=_compiled_potential,
     )
-    with torch.autocast(arguments["query"].device.type, enabled=False):
+    with without_autocast(arguments["query"]):
         return evaluate(program, arguments)
 
 
@@ -196,7 +197,7 @@ class _Both(Function):
 
     @staticmethod
     def forward(names: tuple[str, ...], *tensors: Tensor) -> Any:
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0]):
             return _normalizers(dict(zip(names, tensors, strict=True)))
 
     @staticmethod

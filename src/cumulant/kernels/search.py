@@ -18,7 +18,7 @@ from cumulant.core.eager import eager
 from cumulant.core.typed import Function, functions
 from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
-from cumulant.kernels.engines import compiled
+from cumulant.kernels.engines import compiled, narrowed
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.streaming import grid_of
 from cumulant.kernels.tiles import (
@@ -90,13 +90,13 @@ class _Search(Function):
 def _largest(arguments: Named, options: Options, k: int) -> Largest:
     if options.ring is not None:
         return _around(arguments, options, k)
-    off_host = arguments["query"].device.type != "cpu"
-    if "bias" in arguments and off_host:  # asking below would stall the device
-        return _over_tiles(_bias_as_mask(arguments), options, k)
+    asks = "bias" in arguments and arguments["query"].device.type == "cpu"
+    if "bias" in arguments and not asks:  # asking below would stall the device
+        arguments = _bias_as_mask(arguments)
     found = _compiled(arguments, options) if k == 1 else None
     if found is None:
         found = _over_tiles(arguments, options, k)
-    if "bias" in arguments and has_nan([found.score]):
+    if asks and has_nan([found.score]):
         found = _over_tiles(_bias_as_mask(arguments), options, k)
     return found
 
@@ -125,12 +125,11 @@ def _around(arguments: Named, options: Options, k: int) -> Largest:
 
 def _compiled(arguments: Named, options: Options) -> Largest | None:
     numbers = 1 / torch.finfo(arguments["query"].dtype).eps  # the engine's keys are such numbers
-    if (engine := compiled()) is None or arguments["key"].shape[-2] > numbers:
+    engine = compiled(arguments["query"].device)
+    if engine is None or arguments["key"].shape[-2] > numbers:
         return None
-    fields = ("score_max", "top")
-    done = engine.forward(
-        arguments, scale=options.scale, band=options.band, rate=0.0, fields=fields
-    )
+    given, fields = narrowed(engine, arguments, options.narrow), ("score_max", "top")
+    done = engine.forward(given, scale=options.scale, band=options.band, rate=0.0, fields=fields)
     return None if done is None else Largest(done["score_max"], done["top"].long())
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cumulant.core.eager import eager
+from cumulant.core.precision import without_autocast
 from cumulant.core.typed import Function, functions
 from cumulant.kernels.band import Band
 from cumulant.kernels.ring import Ring
@@ -351,7 +352,7 @@ class _TileSum(Function):
     @staticmethod
     def forward(program: Program, names: tuple[str, ...], *tensors: Tensor) -> Any:
         arguments = dict(zip(names, tensors, strict=True))
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0]):
             hides = removes_keys(arguments, program.band)
             if hides and tensors[0].device.type != "cpu":  # asking first would stall the device
                 arguments, hides = _without_garbage(program, arguments), False

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulant.attention.calls import AttentionCall
+from cumulant.core.precision import without_autocast
 from cumulant.kernels.attention import attention
 from cumulant.kernels.rows import summarize
 from cumulant.kernels.search import largest
@@ -74,7 +75,7 @@ def statistics(
     lead = (1,) * (arguments["query"].ndim - 3)
     kind = arguments["query"].dtype
     arguments["marks"] = marks.reshape(len(marks), *lead, *marks.shape[1:]).to(kind)
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query):
         found = summarize(arguments, prepared.options, order=order, spectrum=spectrum)
     if prepared.lift is not None:
         found["log_normalizer"] = found["log_normalizer"] + prepared.lift

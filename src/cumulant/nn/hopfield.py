@@ -15,7 +15,7 @@ from cumulant.core.checks import broadcasts_to, real, whole
 from cumulant.core.describing import readable, shape_of
 from cumulant.core.errors import InputError
 from cumulant.core.lazy import Lazy, Snapshot, kept
-from cumulant.core.precision import wide, widened
+from cumulant.core.precision import wide, widened, without_autocast
 from cumulant.core.typed import linalg
 from cumulant.kernels.search import largest
 from cumulant.memory.retrieval import Settled, energy, plan, settle
@@ -36,7 +36,7 @@ class _Space:
 
     def read(self, state: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
         """softmax(beta state stored') value."""
-        with torch.autocast(state.device.type, enabled=False):
+        with without_autocast(state):
             return scaled_dot_product_attention(
                 state * self.beta, self.stored, value, self.mask, dropout_p=dropout, scale=1.0
             )
@@ -81,7 +81,7 @@ class Association(Lazy):
         """Energy of `state` over its visible patterns, ``(batch, heads, L)``; never negative, and
         0 where every pattern is masked."""
         s, state = self._space, self.state
-        with torch.autocast(state.device.type, enabled=False):
+        with without_autocast(state):
             a = attend(state * s.beta, s.stored, attn_mask=s.mask, scale=1.0)
             nothing = torch.zeros_like(state[..., :1])
             count = attend(nothing, torch.zeros_like(s.stored[..., :1]), attn_mask=s.mask)

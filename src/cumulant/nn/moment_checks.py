@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cumulant.core.checks import broadcasts_to, require, whole
 from cumulant.core.errors import InputError
-from cumulant.core.precision import wide
+from cumulant.core.precision import autocast_of, wide
 
 __all__ = [
     "check_covariance",
@@ -61,7 +61,7 @@ def check_mean(mean: Any, weight: Tensor) -> None:
             f"MomentAttention: mean must be a tensor (*batch, N, {size}), not {came}. Pass a "
             "single token as x[None]."
         )
-    free = torch.is_autocast_enabled(mean.device.type) and mean.is_floating_point()
+    free = autocast_of(mean) is not None and mean.is_floating_point()
     if mean.dtype != weight.dtype and not free:
         raise InputError(
             f"MomentAttention: mean has dtype {mean.dtype}, but the layer has {weight.dtype}; "

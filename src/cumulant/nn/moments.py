@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cumulant.core.checks import real, whole
 from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
-from cumulant.core.precision import widened
+from cumulant.core.precision import widened, without_autocast
 from cumulant.nn.moment_blocks import Heads, Maps, dense, diagonal, low_rank
 from cumulant.nn.moment_checks import (
     check_covariance,
@@ -239,12 +239,12 @@ class MomentAttention(nn.Module):
         mask = joined_mask(attn_mask, key_padding_mask, mean, self.num_heads)
         query, key, value = (self._split(layer(mean)) for layer in self._maps()[:3])
         kind = query.dtype
-        with torch.autocast(mean.device.type, enabled=False):
+        with without_autocast(mean):
             narrow = Heads(query, key, value, mask, is_causal)
             narrow = narrow.to(widened(kind))
             read = narrow.read(narrow.value).mean.transpose(-3, -2).flatten(-2)
         out = self.project_output(read.to(kind))
-        with torch.autocast(mean.device.type, enabled=False):
+        with without_autocast(mean):
             # Variances are differences of squares, so compute them in twice the precision.
             wide = torch.float32 if mean.device.type == "mps" else torch.float64
             heads, maps = narrow.to(wide), self._wide(wide)

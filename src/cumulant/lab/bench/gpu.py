@@ -59,8 +59,9 @@ def _alternatives(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], obj
         "JVP by the math backend": lambda: jvp(math, (q, k, v), along)
     }
     if importlib.util.find_spec("jvp_flash_attention") is not None:
-        theirs: Any = importlib.import_module("jvp_flash_attention.jvp_attention").attention
-        out["JVP by jvp_flash_attention"] = lambda: jvp(theirs, (q, k, v), along)
+        theirs: Any = importlib.import_module("jvp_flash_attention.jvp_attention").JVPAttn
+        # `fwd_dual` computes tangents; their `attention` is the value alone, whatever is asked.
+        out["JVP by jvp_flash_attention"] = lambda: jvp(theirs.fwd_dual, (q, k, v), along)
     return out
 
 
