@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -92,13 +93,22 @@ def build(*, sanitized: Path | None = None) -> tuple[list[Path], list[str]]:
     return made, failed
 
 
+def documents() -> dict[str, str]:
+    """What the report shows: texts and pictures, and their places in the wheel."""
+    docs, package = Path(__file__).parent / "docs", "cumulant/lab/report/docs"
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (docs / "answers.md").read_text("utf-8"))
+    return {str(docs / x): f"{package}/{x}" for x in ("answers.md", "theory.md", *pictures)}
+
+
 class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg]
-    """Put the libraries into the wheel, and the wheel's tag on them."""
+    """Put the libraries into the wheel, the wheel's tag on them, and what the report shows."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build before the wheel's files are collected."""
         if self.target_name != "wheel":
             return
+        if version != "editable":
+            build_data["force_include"] |= documents()
         made, problems = build()
         for problem in problems:
             self.app.display_warning(problem[:400])

@@ -65,6 +65,8 @@ def test_the_wheel_holds_the_library_whole_and_alone(wheel):
     assert wanted <= names
     assert all(x.startswith(("cumulant/", f"cumulant-{cm.__version__}.dist-info/")) for x in names)
     assert "cumulant/py.typed" in names
+    shown = {f"cumulant/lab/report/docs/{x}" for x in ("answers.md", "theory.md")}
+    assert shown | {"cumulant/lab/report/docs/claims/figures/T39.svg"} <= names
     assert {p.rsplit(".", 1)[-1] for p in names} >= {"html", "css", "js", "csv", "toml", "txt"}
 
 

@@ -56,7 +56,7 @@ def report(
         try:
             parts = gather(output, seed=seed, quick=quick, version=__version__, progress=progress)
             progress(Progress(0, None, "the page"))
-            write_file(output / PAGE, render(parts))
+            write_file(output / PAGE, render(parts, output))
             finish(output)
         except KeyboardInterrupt:
             typer.echo(

@@ -16,7 +16,7 @@ class Piece(NamedTuple):
 
 
 # In this order. A word such as feed_forward or sink_mass has no subscript: an index is one letter,
-# a pair of them, or max.
+# a pair of them, or max. An exponent is a number, a letter, or stands in parentheses.
 _SIGNS = (
     (re.compile(r"->"), "→"),
     (re.compile(r"<([^<>]+, ?[^<>]+)>"), r"⟨\1⟩"),
@@ -26,7 +26,11 @@ _SIGNS = (
     (re.compile(r"(?<!\w)-(?=[\w ])"), "−"),
     (re.compile(r"(?<=\w)'(?=[:)|])"), "^T"),
 )
-_RAISED = re.compile(r"(?<=\w)_(ij|ii|max|[a-z])(?![a-z_])|\^([0-9T])")
+_LOWERED = r"(?<=\w)_(?P<low>ij|ii|max|[a-z])(?![a-z_])"
+_RAISED = (
+    r"\^(?:(?P<high>[-−]?[0-9]+|[A-Za-z])(?![A-Za-z0-9])|\((?P<inside>(?:[^()]|\([^()]*\))+)\))"
+)
+_MOVED = re.compile(f"{_LOWERED}|{_RAISED}")
 
 
 def typeset(text: str) -> list[Piece]:
@@ -39,10 +43,10 @@ def typeset(text: str) -> list[Piece]:
         text = pattern.sub(sign, text)
     pieces: list[Piece] = []
     end = 0
-    for match in _RAISED.finditer(text):
+    for match in _MOVED.finditer(text):
         pieces.append(Piece("", text[end : match.start()]))
-        low, high = match.groups()
-        pieces.append(Piece("sub", low) if low else Piece("sup", high))
+        high = (match["high"] or match["inside"] or "").replace("-", "−")
+        pieces.append(Piece("sub", match["low"]) if match["low"] else Piece("sup", high))
         end = match.end()
     pieces.append(Piece("", text[end:]))
     return [piece for piece in pieces if piece.text]

@@ -106,7 +106,6 @@ def made_parts(**changes: Any) -> Parts:
         "ledger": ledger(),
         "figures": {name: figure(name) for name in ("T1", "T4", "T17")},
         "lens": made_up(layers=3, heads=4, tokens=24),
-        "answer": ["There is no single fixed point.", "Gaussians are kept, and repel."],
         **{"series": series(), "benchmarks": benchmarks()},
         "run": {"version": "1.2.3", "seconds": 12, "versions": {"torch": "2.13"}},
         "notes": ["One bench is left out."],

@@ -20,7 +20,7 @@ from cumulant.core.errors import InputError
 from cumulant.lab.report import Parts, render
 
 QUERY, CLOUD = "document.getElementById('query-panel')", "document.getElementById('cloud-panel')"
-SECTIONS = ["opening", "query", "cloud", "ledger", "answer", "lens", "series", "benchmarks", "run"]
+SECTIONS = ["answers", "opening", "query", "cloud", "ledger", "lens", "series", "benchmarks", "run"]
 NASTY = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
 
 
@@ -95,8 +95,19 @@ def test_draws_everything_and_asks_for_nothing(browser, page, tmp_path, width, d
         "[...document.querySelectorAll('.drawn svg')].map(s => s.getBoundingClientRect())"
         ".map(b => [b.width, b.height])"
     )
-    assert len(sizes) == 4  # T17's stands with the answer too
-    assert min(min(s) for s in sizes) > 200
+    assert len(sizes) == 3 + browser.run("document.querySelectorAll('#answers svg').length")
+    wide = browser.run("document.querySelector('.drawn .scroll').clientWidth")
+    if width > 640:
+        assert min(min(s) for s in sizes) > 200
+    else:  # first the whole figure, then as large as it was drawn, in a box that scrolls
+        assert max(w for w, _ in sizes) <= wide + 40
+        browser.run("document.querySelectorAll('.enlarge').forEach(b => b.click())")
+        browser.settle()
+        large = browser.run(
+            "[...document.querySelectorAll('.drawn svg')].map(s => s.getBoundingClientRect())"
+            ".map(b => [b.width, b.height])"
+        )
+        assert min(min(s) for s in large) > 200
     assert browser.run("document.documentElement.scrollWidth") <= width
     keep(browser, tmp_path, f"page-{width}-{'dark' if dark else 'light'}")
 
@@ -365,7 +376,7 @@ def test_every_control_can_be_reached_and_has_a_name(browser, page):
     browser.open(page)
     names = browser.run(
         "[...document.querySelectorAll('button, input, select, summary, [tabindex=\"0\"], a')]"
-        ".map(e => [e.outerHTML.slice(0, 80), (e.getAttribute('aria-label') || e.innerText"
+        ".map(e => [e.outerHTML.slice(0, 80), (e.getAttribute('aria-label') || e.textContent"
         " || (e.labels && e.labels[0] && e.labels[0].innerText) || '').trim()])"
     )
     assert len(names) > 40
@@ -407,7 +418,7 @@ def test_the_ledger_marks_filters_and_opens(browser, page):
     assert browser.run(visible) == ["T32"]
     assert texts(browser, "#slips ~ ul li") == ["T1: Eq. (1) prints b."]
     # A link opens its claim, whatever the filter.
-    browser.click("document.querySelector('#answer a[href=\"#T17\"]')")
+    browser.click("document.querySelector('#answers a[href=\"#T17\"]')")
     assert len(browser.run(visible)) == 8
     opened = "[...document.querySelectorAll('.entry details[open]')].map(d => d.parentElement.id)"
     assert browser.run(opened) == ["T17"]
@@ -465,7 +476,7 @@ def test_an_entry_tells_numbers_bounds_and_outcomes(browser, page):
     assert "needs transformers" in browser.run("document.getElementById('T31').innerText")
     assert "recorded verdict is: holds" in browser.run("document.getElementById('T32').innerText")
     pictures = browser.run(
-        "[...document.querySelectorAll('.drawn svg')].map(s => [s.getAttribute('role'),"
+        "[...document.querySelectorAll('#ledger .drawn svg')].map(s => [s.getAttribute('role'),"
         " s.getAttribute('aria-label')])"
     )
     assert pictures[0] == ["img", "G and its gradient."]
@@ -575,7 +586,7 @@ def test_claims_are_open_in_print_and_closed_again(browser, page):
     before = browser.run(count)
     sheets = len(re.findall(rb"/Type\s*/Page\b", browser.pdf()))
     assert browser.run(count) == before
-    browser.run("document.querySelectorAll('.entry details').forEach(d => { d.open = true; })")
+    browser.run("document.querySelectorAll('.entry > details').forEach(d => { d.open = true; })")
     assert len(re.findall(rb"/Type\s*/Page\b", browser.pdf())) == sheets >= 4
 
 
@@ -607,7 +618,6 @@ def test_hostile_texts_are_shown_and_not_run(browser, tmp_path):
     parts = made_parts(
         ledger={"version": NASTY, "seed": 0, "quick": True, "claims": rows},
         figures={rows[0]["id"]: plain.figures["T1"]},
-        answer=[NASTY, NASTY],
         series=nastily(series()),
         benchmarks=nastily(dict(plain.benchmarks or {})),
         run={NASTY: NASTY},
@@ -619,7 +629,8 @@ def test_hostile_texts_are_shown_and_not_run(browser, tmp_path):
     assert browser.errors == []
     assert browser.run("document.title") == "Cumulant · report"
     assert browser.run("document.scripts.length") == 2
-    assert browser.run("document.images.length") == 0
+    pictures = "[...document.images].filter(i => !i.closest('#answers')).length"
+    assert browser.run(pictures) == 0
     shown = browser.run("document.body.innerText")
     # A formula has a sign for each letter, and the table of ratios repeats the chart.
     assert shown.count(NASTY) > 80
@@ -636,11 +647,11 @@ def test_hostile_texts_are_shown_and_not_run(browser, tmp_path):
         ({"lens": None}, {"lens"}),
         ({"series": None, "benchmarks": None}, {"series", "benchmarks"}),
         ({"benchmarks": {"machine": "m", "rows": []}, "figures": {}}, {"benchmarks"}),
-        ({"answer": [], "run": {}, "notes": []}, {"answer", "run"}),
-        ({"ledger": {}, "figures": {}}, {"ledger"}),
+        ({"run": {}, "notes": []}, {"run"}),
+        ({"ledger": {}, "figures": {}}, {"answers", "ledger"}),
         ({"series": series() | {"dates": []}}, {"series"}),
     ],
-    ids=["lens", "series", "rows", "answer", "ledger", "dates"],
+    ids=["lens", "series", "rows", "run", "ledger", "dates"],
 )
 def test_a_page_with_missing_parts_makes_sense(browser, tmp_path, missing, gone):
     browser.open(written(made_parts(**missing), tmp_path))

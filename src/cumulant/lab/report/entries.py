@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+from cumulant.lab.report.documents import Links, derivations
 from cumulant.lab.report.drawings import drawing
 from cumulant.pages import mathml, number
+from cumulant.pages.markdown import markdown
 
 __all__ = ["KINDS", "Kind", "Number", "Shown", "powers", "shown", "worded"]
 
@@ -41,6 +43,13 @@ KINDS = (*_VERDICTS.values(), _CRASHED, _NOT_RUN)
 _OUTCOMES = {"passed": "✓", "failed": "✕", "undecided": "?", "noted": ""}
 
 
+class File(NamedTuple):
+    """A file of the repository, and its address where the page can lead there."""
+
+    path: str
+    address: str | None
+
+
 class Number(NamedTuple):
     """One measured number in words."""
 
@@ -55,7 +64,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Shown:
-    """What an article of the page says; ``formula`` and ``figure`` are markup."""
+    """What an article of the page says; ``formula``, ``derivation`` and ``figure`` are markup."""
 
     id: str
     title: str
@@ -69,9 +78,10 @@ class Shown:
     bounds: str
     finding: str
     systems: str
-    tests: list[str]
-    experiment: str
-    theory: str
+    tests: list[File]
+    experiment: File | None
+    theory: File | None
+    derivation: str
     again: str
     numbers: list[Number]
     figure: str
@@ -82,13 +92,18 @@ class Shown:
     seconds: str
 
 
-def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
+def shown(row: Mapping[str, Any], figure: str | None, links: Links) -> Shown:
     """The row in words.
 
     Args:
         row: as the ledger has it.
         figure: its picture as SVG, if there is one.
+        links: where files and other claims are.
     """
+
+    def file(path: object) -> File:
+        return File(str(path), links.file(str(path)))
+
     kind = _VERDICTS.get(row["verdict"], _VERDICTS[OPEN])
     if row["crash"] is not None or row["not_run"] is not None:
         kind = _CRASHED if row["crash"] is not None else _NOT_RUN
@@ -106,9 +121,10 @@ def shown(row: Mapping[str, Any], figure: str | None) -> Shown:
         bounds=str(row.get("bounds", "")),
         finding=powers(str(row["finding"] or "")),
         systems=", ".join(map(str, row["systems"])),
-        tests=[str(path) for path in row["tests"]],
-        experiment=str(row.get("experiment", "")),
-        theory=f"docs/theory.md#{str(row['id']).lower()}" if _is_theory(row["id"]) else "",
+        tests=[file(path) for path in row["tests"]],
+        experiment=file(row["experiment"]) if row.get("experiment") else None,
+        theory=file(f"docs/theory.md#{str(row['id']).lower()}") if _is_theory(row["id"]) else None,
+        derivation=markdown(derivations().get(str(row["id"]), ""), links),
         again=f"cumulant claims --only {row['id']}",
         numbers=[worded(x) for x in row["numbers"]],
         figure=drawing(figure, str(row["id"]), caption) if figure else "",

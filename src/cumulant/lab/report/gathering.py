@@ -24,7 +24,6 @@ from cumulant.filtering.tables import deviations, labels_of, summarize
 from cumulant.lab.bench.timing import machine
 from cumulant.lab.claims.ledger import select, sources
 from cumulant.lab.claims.record import FIGURES, keeper
-from cumulant.lab.claims.theory.t17 import ANSWER
 from cumulant.lab.report.page import Parts
 from cumulant.lens.examination import Examination
 from cumulant.lens.examining import examine
@@ -79,7 +78,6 @@ def gather(
         ledger=ledger,
         figures=figures,
         lens=lens,
-        answer=ANSWER,
         series=series,
         benchmarks={
             "machine": machine(),

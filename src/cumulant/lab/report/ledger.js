@@ -1,3 +1,12 @@
+// Figures that a narrow window makes small can be seen as large as they were drawn.
+for (const button of document.querySelectorAll(".enlarge")) {
+  button.addEventListener("click", () => {
+    const large = button.closest("figure").classList.toggle("large");
+    button.setAttribute("aria-pressed", String(large));
+    button.textContent = large ? "Fit the window" : "Enlarge";
+  });
+}
+
 // The ledger: filter by verdict and by evidence, open by link, all open in print.
 if (byId("ledger")) {
   const entries = [...document.querySelectorAll(".entry")], chips = [...document.querySelectorAll(".chips li")];

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cumulant.core.describing import described_fields
 from cumulant.lab.claims.claim import EVIDENCE
-from cumulant.lab.report.drawings import drawing
+from cumulant.lab.report.answers import PAGE as ANSWERS
+from cumulant.lab.report.answers import answers
+from cumulant.lab.report.documents import Links
 from cumulant.lab.report.entries import KINDS, Kind, Shown, shown
 from cumulant.lens.report import ReportData, findings
 from cumulant.lens.report import page as lens
@@ -25,8 +28,6 @@ BASE = ("base.js", "plot.js")
 SCRIPTS = ("query.js", "cloud.js", "ledger.js", "series.js", "benchmarks.js")
 # Of the lens' sections these; the others are in its own report.
 LENS_SECTIONS = ("maps", "tokens", "depth")
-
-QUESTION = "T17"  # the claim that the fixed point is Gaussian
 
 FORMULAS = (
     (
@@ -55,7 +56,6 @@ class Parts:
         ledger: ``version``, ``seed``, ``quick`` and ``claims``, the rows of `claims.Entry`.
         figures: SVG that matplotlib wrote in house style, by the id of the claim.
         lens: an examination of a model.
-        answer: sentences about the fixed point, shown with the numbers of T17.
         series: a filtered series: ``title``, ``source``, ``dates``, ``observed``, ``mean``,
             ``low``, ``high``, ``modes``, ``probabilities`` (for each mode, over time),
             ``log_likelihood`` and ``sentences``.
@@ -67,7 +67,6 @@ class Parts:
     ledger: Mapping[str, Any]
     figures: Mapping[str, str] = field(default_factory=dict[str, str])
     lens: ReportData | None = None
-    answer: Sequence[str] = ()
     series: Mapping[str, Any] | None = None
     benchmarks: Mapping[str, Any] | None = None
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -76,11 +75,13 @@ class Parts:
     __repr__ = described_fields
 
 
-def render(parts: Parts) -> str:
+def render(parts: Parts, folder: Path | None = None) -> str:
     """The report as one self-contained HTML page.
 
     Args:
         parts: ledger, pictures, and whatever else there is.
+        folder: where the page will be, for links to the files of experiments and tests; without it
+            they are named only.
 
     Returns:
         HTML with its style, scripts and data inside; its content security policy lets it run its
@@ -91,7 +92,8 @@ def render(parts: Parts) -> str:
     """
     rows = [dict(row) for row in parts.ledger.get("claims", ())]
     series = parts.series if parts.series and parts.series["dates"] else None
-    entries = [shown(row, parts.figures.get(str(row["id"]))) for row in rows]
+    links = Links((str(row["id"]) for row in rows), folder)
+    entries = [shown(row, parts.figures.get(str(row["id"])), links) for row in rows]
     benchmarks = (parts.benchmarks or {}).get("rows", ())
     data: dict[str, Any] = {
         "series": series and _series(series),
@@ -109,7 +111,8 @@ def render(parts: Parts) -> str:
         "slips": [(e.id, slip) for e in entries for slip in e.slips],
         "tally": ", ".join(kind.counted(amount) for kind, amount in _kinds(entries)),
         "departures": [e.id for e in entries if e.departs],
-        "answer": _answer(parts, entries),
+        "answers": answers(links) if rows else [],
+        "answers_file": links.file(f"docs/{ANSWERS}"),
         "lens": _lens(parts.lens),
         "series": series,
         "log_likelihood": number(series["log_likelihood"], 6) if series else "",
@@ -132,19 +135,6 @@ def _evidence(entries: Sequence[Shown]) -> list[tuple[str, str, int]]:
     """The kinds of evidence there are: name, what it means, how many entries rest on it."""
     amounts = Counter(e.evidence for e in entries)
     return [(name, says, amounts[name]) for name, says in EVIDENCE.items() if amounts[name]]
-
-
-def _answer(parts: Parts, entries: Sequence[Shown]) -> dict[str, Any] | None:
-    """What is known of the fixed point: sentences, and the experiment behind them."""
-    if not parts.answer:
-        return None
-    entry = next((e for e in entries if e.id == QUESTION), None)
-    figure = parts.figures.get(QUESTION)
-    return {
-        "sentences": list(parts.answer),
-        "entry": entry,
-        "figure": entry and figure and drawing(figure, "answer", entry.caption),
-    }
 
 
 def _lens(data: ReportData | None) -> dict[str, Any] | None:

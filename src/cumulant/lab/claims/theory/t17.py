@@ -15,19 +15,6 @@ from cumulant.figures import INK, MUTED, series_color, tidy
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import gap, integrated, relative, standard_error
 
-ANSWER = (
-    "The fixed point is not Gaussian in general.",
-    "Without normalization a Gaussian law stays exactly Gaussian, but its covariance grows without "
-    "bound (in continuous time it diverges at a finite time) and, unless it is isotropic, loses "
-    "rank on the way; a finite cloud follows it for a while and then departs.",
-    "Projection to the sphere and layer normalization destroy the Gaussian in their first step; "
-    "whitening, an affine map of the whole cloud, preserves the law, yet finite clouds drift away "
-    "from it, and clouds that start elsewhere do not converge to it.",
-    "Attention with per-token normalization leads to clustering: a single point at high "
-    "temperature, several long-lived clusters at low temperature.",
-    "The uniform law on the sphere is stationary too, but the finite clouds simulated here leave "
-    "it for clusters.",
-)
 # Layer norm takes one dimension away, so it gets one more; all clouds are tested in the plane.
 KINDS: dict[str, tuple[dynamics.Contraction | None, int]] = {
     "none": (None, 2),
