@@ -9,10 +9,12 @@ that do not differ. What regimes are is decided by what may differ between them.
 
 The data come with statsmodels, which also fits the same models: it finds the same maxima, in less
 time. Without it, the regimes are those of the inflation series that ships with the package.
-Run it: python examples/regimes_of_growth.py (with statsmodels, if it is there; a few seconds)
+Run it: python examples/regimes_of_growth.py [picture.png] (with statsmodels, if it is there; a few
+seconds; matplotlib to draw)
 """
 
 import importlib.util
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -112,6 +114,10 @@ def main() -> None:
             f"log-likelihood {found.log_likelihood:.4f}, by {reached} of {STARTS} starts, "
             f"AIC {found.aic:.1f}, {spent:.1f} s"
         )
+        if variances == 1 and len(sys.argv) > 1:
+            told = {"labels": quarters, "names": REGIMES, "columns": [name]}
+            cm.filtering.picture(found.posterior, low, sys.argv[1], **told)
+            print(f"wrote {sys.argv[1]}")
         if known:
             print(f"statsmodels    {statsmodels_fit(y, variances)}")
             if variances == 1:

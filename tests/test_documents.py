@@ -84,6 +84,7 @@ ARGUMENTS = {
     "evict_cache.py": ["--tokens", "48", "--budgets", "8", "16"],
     "hamilton_gnp.py": ["--order", "1"],
     "jvp_cost.py": ["64", "128"],
+    "regimes_of_growth.py": ["picture.png"],
 }
 
 
@@ -100,6 +101,26 @@ def test_examples_run(path, capsys, monkeypatch, tmp_path):
 def test_the_tutorial_shows_what_every_step_prints():
     text = (ROOT / "docs" / "tutorial.md").read_text()
     assert text.count("```python\n") == text.count("```text\n") == text.count("\n## ") - 1 == 16
+
+
+def test_the_gallery_has_every_picture_with_what_makes_it():
+    """Pages of claims and of recorded studies are written by commands, which they name."""
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)\]\(([^)]+)\) \| ([^|]+) \|", gallery)
+    made = dict.fromkeys((ROOT / "docs" / picture).resolve() for picture, _, _ in shown)
+    assert all("`" in command or command == "the same" for _, _, command in shown)
+    pictures = {p for p in (ROOT / "docs" / "figures").iterdir() if p.suffix in (".png", ".gif")}
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+            if not link.startswith("http"):
+                pictures.add((page.parent / link).resolve())
+    written = {(ROOT / "docs" / name).resolve() for name in ("claims", "studies")}
+    assert {p for p in pictures if not written & set(p.parents)} <= set(made)
+    assert all(p.is_file() for p in made)
+    for command in re.findall(r"`python ((?:examples|docs)/\S+\.py)", gallery):
+        assert (ROOT / command).is_file()
+    for script in re.findall(r"`python (examples/\S+\.py) picture.png", gallery):
+        assert "sys.argv[1]" in (ROOT / script).read_text(), script
 
 
 def test_links_point_somewhere():

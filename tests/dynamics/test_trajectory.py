@@ -182,15 +182,45 @@ def test_a_contraction_that_fails_on_the_way_leaves_what_was_there(tmp_path):
 def test_plots_show_points_in_every_panel(tmp_path, d, batch):
     contraction = D.Sphere() if d > 1 else None
     figure = run(d=d, batch=batch, contraction=contraction).plot(tmp_path / "a.png")
-    clouds = [a for a in _axes(figure) if a.collections and not a.lines]
+    clouds = [a for a in _axes(figure) if _title(a).startswith("t = ")]
     assert len(clouds) == 4
+    assert all(a.collections for a in clouds)
     image = np.asarray(Image.open(tmp_path / "a.png").convert("L"))
     top = image[: image.shape[0] // 2]
     for panel in np.array_split(top, 4, axis=1):
         assert (panel < 180).mean() > 0.002
-    titles = [a.get_title("left") or a.get_title() for a in _axes(figure)]
+    titles = [_title(a) for a in _axes(figure)]
     assert "participation ratio" in titles
     assert "t = 0" in titles
+
+
+def _title(axes):
+    return axes.get_title("left") or axes.get_title()
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_points_on_a_sphere_are_drawn_on_it(d):
+    """The circle, or the grid of the sphere, has the radius on which the points are."""
+    on, off = (_axes(run(d=d, contraction=c).plot())[0] for c in (D.Sphere(), D.Whiten()))
+    assert not off.lines
+    for line in on.lines:
+        points = np.stack(line.get_data_3d() if d == 3 else line.get_data())
+        np.testing.assert_allclose((points**2).sum(0), 1.0, atol=1e-9)
+    assert len(on.lines) == (1 if d == 2 else 11)
+
+
+def test_clusters_are_counted_over_time():
+    """Two pairs a tenth apart on a circle: two clusters of reach 0.2, four of reach 0.05."""
+    angles = torch.tensor([0.0, 0.1, 3.0, 3.1], dtype=torch.float64)
+    x = torch.stack([angles.cos(), angles.sin()], -1)
+    still = D.simulate(x, 3, step_size=1e-9, contraction=D.Sphere())
+    for reach, count in ((0.2, 2), (0.05, 4)):
+        (panel,) = [
+            a
+            for a in _axes(still.plot(cluster_distance=reach))
+            if _title(a) == f"clusters (within {reach:g})"
+        ]
+        assert set(panel.lines[0].get_ydata()) == {count}
 
 
 def _axes(figure):

@@ -177,7 +177,7 @@ def run_simulation(
     }
     run = _run(x, steps, pace, time, how)
     if picture is not None:
-        run.plot(picture)
+        run.plot(picture, cluster_distance=cluster_distance)
     if animation is not None:
         run.animate(animation)
     written = [p for p in (output, picture, animation) if p is not None]

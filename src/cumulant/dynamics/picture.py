@@ -13,6 +13,7 @@ import torch
 
 from cumulant.core.errors import InputError
 from cumulant.core.typed import linalg, tolist
+from cumulant.dynamics.shape import clusters
 from cumulant.figures import (
     MUTED,
     cycle,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["View", "blown_note", "plot", "title"]
 
-_MOST_POINTS = 3000
+_MOST_POINTS, _MOST_COUNTS = 3000, 120
 
 
 class View:
@@ -62,6 +63,12 @@ class View:
             self.labels = ["first axis", "second axis"]
             axes = f"two principal axes of all states, {share:.0%} of the variance"
             self.note = "; ".join(filter(None, [axes, self.note]))
+        norms = x.norm(dim=-1)
+        on_sphere = x.shape[-1] in (2, 3) and bool(norms.isfinite().all())
+        radius = float(norms[1:].mean()) if len(norms) > 1 else float(norms.mean())
+        # The start may lie elsewhere; a contraction brings it here in one step.
+        spread = float((norms[1:] - radius).abs().max()) if len(norms) > 1 else math.inf
+        self.radius = radius if on_sphere and spread < 1e-3 * radius else None
         self.points = x.numpy()
         self.times = tolist(run.times)
         self.dimension = self.points.shape[-1]
@@ -91,6 +98,8 @@ class View:
         look = {"c": self.hue, "cmap": self.colors, "vmin": 0, "vmax": 1, "s": size}
         look |= {"linewidths": 0.3, "edgecolors": "white", "alpha": 0.9}
         x = self.points[k]
+        if self.radius is not None:
+            self._sphere(axes, self.radius)
         if self.dimension == 1:
             axes.set_yticks([])
             drawn = axes.scatter(x[:, 0], np.zeros(len(x)), **look)
@@ -119,6 +128,21 @@ class View:
             axes.set_aspect("equal")
         return drawn
 
+    def _sphere(self, axes: Any, radius: float) -> None:
+        """The circle, or meridians and parallels of the sphere, on which the points stay."""
+        turn = np.linspace(0, 2 * np.pi, 73)
+        look = {"color": MUTED, "linewidth": 0.5, "alpha": 0.45, "zorder": 0}
+        if self.dimension == 2:
+            axes.plot(radius * np.cos(turn), radius * np.sin(turn), **look)
+            return
+        for height in np.arange(-60, 61, 30) * np.pi / 180:
+            ring = radius * np.cos(height)
+            level = np.full_like(turn, radius * np.sin(height))
+            axes.plot(ring * np.cos(turn), ring * np.sin(turn), level, **look)
+        for east in np.arange(0, 180, 30) * np.pi / 180:
+            across = radius * np.cos(turn)
+            axes.plot(across * np.cos(east), across * np.sin(east), radius * np.sin(turn), **look)
+
     @property
     def projection(self) -> str | None:
         return "3d" if self.dimension == 3 else None
@@ -136,7 +160,9 @@ def title(t: float) -> str:
 _COLUMNS = 4
 
 
-def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -> Figure:
+def plot(
+    run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int, reach: float
+) -> Figure:
     """See `Trajectory.plot`."""
     if snapshots < 1:
         raise InputError(f"plot: snapshots must be at least 1, not {snapshots}.")
@@ -144,7 +170,7 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
     view = View(run)
     last = len(run.times) - 1
     frames = sorted({round(k * last / max(1, snapshots - 1)) for k in range(snapshots)})
-    names = list(run.observables) if last else []
+    names = ["", *run.observables] if last else []  # the clusters first
     rows = -(-len(names) // _COLUMNS)
     with style():
         heights = [3.0, *[2.2] * rows]
@@ -157,7 +183,10 @@ def plot(run: Trajectory, path: str | os.PathLike[str] | None, snapshots: int) -
         for i, name in enumerate(names):
             width = min(len(names), _COLUMNS)
             axes = parts[1 + i // _COLUMNS].add_subplot(1, width, i % _COLUMNS + 1)
-            _curves(axes, run, name, view.times, i)
+            if name:
+                _curves(axes, run, name, view.times, i)
+            else:
+                _counts(axes, run, view.times, reach)
     if path is not None:
         write_figure(figure, path)
     return figure
@@ -189,6 +218,23 @@ def blown_note(run: Trajectory) -> str:
     return f"left the range of its numbers at t = {float(when.min()):.3g}" if len(when) else ""
 
 
+def _counts(axes: Any, run: Trajectory, times: list[float], reach: float) -> None:
+    """The number of clusters against time, of the first cloud."""
+    states = run.states.detach().reshape(len(run.states), -1, *run.states.shape[-2:])[:, 0]
+    last = len(times) - 1
+    seen = sorted({round(k * last / _MOST_COUNTS) for k in range(_MOST_COUNTS + 1)})
+    seen = [k for k in seen if bool(states[k].isfinite().all())]
+    counts = [int(clusters(states[k], distance=reach).count) for k in seen]
+    axes.step([times[k] for k in seen], counts, where="post", color=series_color(0))
+    if counts and max(counts) > 20 * min(counts):
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0.8 if axes.get_yscale() == "log" else 0)
+    axes.set_title(f"clusters (within {reach:g})")
+    axes.set_xlabel("t")
+
+
 def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -> None:
     """An observable against time: one cloud's curve, or the ensemble's median and range."""
     x = run.observables[name].detach().cpu().double()
@@ -200,7 +246,7 @@ def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -
     axes.plot(times, x[:, 0], color=series_color(i))
     known = x[np.isfinite(x)]
     size = float(np.abs(known).max()) if len(known) else 0.0
-    if len(known) and bool((known > 0).all()) and size > 1e3 * known.min():
+    if len(known) and bool((known > 0).all()) and size > 20 * known.min():
         axes.set_yscale("log")
     elif len(known) and not known.max() - known.min() > 1e-3 * size:
         # What is constant looks constant.

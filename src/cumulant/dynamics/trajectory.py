@@ -137,15 +137,22 @@ class Trajectory:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"load: {path} is not a saved trajectory ({reason}).") from None
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, snapshots: int = 4) -> Figure:
-        """A figure: the cloud at several times above, the observables below.
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        snapshots: int = 4,
+        cluster_distance: float = 0.1,
+    ) -> Figure:
+        """A figure: the cloud at several times above, clusters and observables below.
 
-        d = 2 and 3 are drawn as they are, more dimensions on the two principal axes of all states.
-        The first cloud of a batch is shown.
+        d = 2 and 3 are drawn as they are, on their sphere if all points stay on one; more
+        dimensions on the two principal axes of all states. The first cloud of a batch is shown.
 
         Args:
             path: also write it there (png, svg, pdf).
             snapshots: how many clouds are drawn.
+            cluster_distance: reach of the clusters that are counted, as for `clusters`.
 
         Returns:
             The matplotlib figure.
@@ -155,7 +162,7 @@ class Trajectory:
         """
         from cumulant.dynamics.picture import plot
 
-        return plot(self, path, snapshots)
+        return plot(self, path, snapshots, cluster_distance)
 
     def animate(self, path: str | os.PathLike[str], *, frames: int = 60, fps: int = 12) -> Path:
         """Write the cloud in motion as a GIF, or as an HTML page with a player, by the suffix.
