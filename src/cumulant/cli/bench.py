@@ -58,6 +58,12 @@ Output = Annotated[
 
 # Name: the page's title and the --help text.
 _BENCHES = {
+    "front": (
+        "What the front page says",
+        """The comparisons of the README, at its shapes, on one thread: the fastest of the rounds.
+
+        The report measures the same. About four minutes; --quick leaves out what takes seconds.""",
+    ),
     "calculus": (
         "What the calculus of attention costs",
         """Attention and its derivatives against torch's attention.

@@ -63,7 +63,7 @@ class View:
             self.labels = ["first axis", "second axis"]
             axes = f"two principal axes of all states, {share:.0%} of the variance"
             self.note = "; ".join(filter(None, [axes, self.note]))
-        norms = x.norm(dim=-1)
+        norms: torch.Tensor = linalg.vector_norm(x, dim=-1)
         on_sphere = x.shape[-1] in (2, 3) and bool(norms.isfinite().all())
         radius = float(norms[1:].mean()) if len(norms) > 1 else float(norms.mean())
         # The start may lie elsewhere; a contraction brings it here in one step.

@@ -69,7 +69,7 @@ def _aims(n: int) -> list[tuple[str, str, float]]:
     ]
 
 
-def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
+def attention_cases(shape: Shape) -> dict[str, Callable[[], object]]:
     q, k, v, dq, dk, dv, g = (torch.randn(shape) for _ in range(7))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     seed = g.clone().requires_grad_()
@@ -113,7 +113,7 @@ def _cases(shape: Shape) -> dict[str, Callable[[], object]]:
     }
 
 
-def _math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
+def math_cases(shape: Shape) -> dict[str, Callable[[], object]]:
     q, k, v, dq, dk, dv, g = (torch.randn(shape) for _ in range(7))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
@@ -198,9 +198,11 @@ def run(
     """Measure all shapes; `progress` is called before every single run."""
     shapes = SHAPES[:1] if quick else SHAPES
     plan: list[tuple[Shape, dict[str, Callable[[], object]], int]] = []
-    plan.extend((s, _cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes)
+    plan.extend(
+        (s, attention_cases(s), max(3, rounds // 2) if s[2] >= 4096 else rounds) for s in shapes
+    )
     against_math = SHAPES[0] if quick else _AGAINST_MATH
-    plan.append((against_math, _math_cases(against_math), 3))
+    plan.append((against_math, math_cases(against_math), 3))
     training = _training_cases()
     small, products = engines.small_cases(), engines.cases(quick=quick)
     few = max(3, rounds // 2)

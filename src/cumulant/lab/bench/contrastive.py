@@ -43,11 +43,11 @@ def _child(
     loss: Callable[[Tensor, Tensor, bool], Tensor], n: int, symmetric: bool
 ) -> Callable[[], None]:
     """What a child measures: not the first call, which loads libraries."""
-    _train(loss, 64, 256, symmetric)()
-    return _train(loss, n, 256, symmetric)
+    train(loss, 64, 256, symmetric)()
+    return train(loss, n, 256, symmetric)
 
 
-def _train(
+def train(
     loss: Callable[[Tensor, Tensor, bool], Tensor], n: int, d: int, symmetric: bool
 ) -> Callable[[], None]:
     q, k = _views(n, d)
@@ -57,6 +57,15 @@ def _train(
         backward(loss(q, k, symmetric))
 
     return run
+
+
+def losses(n: int, d: int, symmetric: bool) -> dict[str, Callable[[], None]]:
+    """A training step with the full matrix, and with ours."""
+    name = "info_nce, symmetric" if symmetric else "info_nce"
+    return {
+        "full matrix": train(full_matrix, n, d, symmetric),
+        name: train(streaming, n, d, symmetric),
+    }
 
 
 # For children that measure peak memory: functions without arguments, by name.
@@ -95,10 +104,7 @@ def run(
     tick = counted(progress, 4 * (few + 1) + (0 if quick else 5))
     label, rows = f"{n} x {d}", list[Row]()
     for name, (symmetric, at_most) in sides.items():
-        cases = {
-            "full matrix": _train(full_matrix, n, d, symmetric),
-            name: _train(streaming, n, d, symmetric),
-        }
+        cases = losses(n, d, symmetric)
 
         def told(what: str, label: str = label) -> None:
             tick(f"{label}: {what}")

@@ -35,7 +35,7 @@ def _step(n: int, d: int) -> Cases:
 _TORCH_LOOP, _OUR_LOOP = "loop over F.sdpa", "loop over simulate"
 
 
-def _ensemble(clouds: int, n: int, d: int, steps: int) -> Cases:
+def ensemble(clouds: int, n: int, d: int, steps: int) -> Cases:
     x = F.normalize(_random(clouds, n, d), dim=-1)
 
     def in_torch() -> None:
@@ -97,7 +97,7 @@ def run(
     few = max(3, rounds // 2)
     plan = [
         (f"{n} x 64", _step(n, 64), rounds),
-        (f"{clouds} clouds of 64 x 3", _ensemble(clouds, 64, 3, 10), few),
+        (f"{clouds} clouds of 64 x 3", ensemble(clouds, 64, 3, 10), few),
     ]
     tick = counted(progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + 1)
     seconds: list[dict[str, list[float]]] = []

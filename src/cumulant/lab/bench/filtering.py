@@ -23,6 +23,7 @@ from cumulant.lab.bench.timing import Row, interleave, row
 __all__ = ["run"]
 
 D = torch.float64
+_STATSMODELS = "statsmodels MarkovAutoregression"
 _REPEATS = 20  # of calls of about a millisecond, which a fit makes one after another
 FIELDS = (
     *("log_likelihood", "step_log_likelihood", "mode_probabilities"),
@@ -73,7 +74,7 @@ def filterpy_imm(model: SwitchingLinearGaussian, series: Any) -> Any:
     return imm
 
 
-def _filters(count: int, steps: int) -> tuple[Tensor, dict[str, Callable[[], object]]]:
+def filters(count: int, steps: int) -> tuple[Tensor, dict[str, Callable[[], object]]]:
     model = target()
     y = sample(model, steps, (count,), generator=torch.Generator().manual_seed(0)).observations
     one = y[0].numpy()
@@ -85,6 +86,11 @@ def _filters(count: int, steps: int) -> tuple[Tensor, dict[str, Callable[[], obj
         "IMM, one series, all fields": lambda: _all_fields(model, y[0]),
         "GPB2, one series": lambda: filter(model, y[0]),
     }
+
+
+def one_series(steps: int) -> dict[str, Callable[[], object]]:
+    """One series by filterpy and by ours, after a check that they agree."""
+    return filters(1, steps)[1]
 
 
 def _all_fields(model: SwitchingLinearGaussian, y: Tensor) -> list[Tensor]:
@@ -181,7 +187,7 @@ def local_level() -> SwitchingLinearGaussian:
     )
 
 
-def _fits(count: int) -> dict[str, Callable[[], object]]:
+def fits(count: int) -> dict[str, Callable[[], object]]:
     y = growth(count)
     rows, lags = y[1:, None], y[:-1, None]
     theirs = _other("statsmodels.tsa.api").MarkovAutoregression
@@ -192,7 +198,7 @@ def _fits(count: int) -> dict[str, Callable[[], object]]:
             return theirs(y.numpy(), k_regimes=2, order=1, switching_ar=False).fit()
 
     return {
-        "statsmodels": statsmodels,
+        _STATSMODELS: statsmodels,
         "fit, autoregression": lambda: fit(
             autoregression(), rows, inputs=lags, standard_errors=False
         ),
@@ -221,7 +227,7 @@ def _run(rounds: int, quick: bool, progress: ProgressCallback | None) -> list[Ro
         tick(what)
 
     with torch.no_grad():
-        y, cases = _filters(count, steps)
+        y, cases = filters(count, steps)
         short = {"IMM, one series, all fields": _REPEATS, "GPB2, one series": _REPEATS}
         seconds = interleave(cases, rounds=rounds, tick=told, repeats=short)
         base, label = "filterpy IMM, one series", f"{steps} steps, 3 modes, 4 states"
@@ -239,12 +245,10 @@ def _run(rounds: int, quick: bool, progress: ProgressCallback | None) -> list[Ro
     ours = statistics.median(taken) / count
     what = f"GPB2, {count} series at once, each"
     rows.append(Row(label, what, base, 1e3 * ours, 1e3 * theirs, ours / theirs, 0.004))
-    seconds = interleave(_fits(40 if quick else 150), rounds=few, tick=told)
+    seconds = interleave(fits(40 if quick else 150), rounds=few, tick=told)
     label = f"{40 if quick else 150} observations, 2 regimes"
-    against = "statsmodels MarkovAutoregression"
-    seconds = {against if name == "statsmodels" else name: x for name, x in seconds.items()}
-    rows.append(row(seconds, label, "fit, autoregression", against, 0.1))
-    rows.append(row(seconds, label, "fit, local level, standard errors", against, 0.5))
+    rows.append(row(seconds, label, "fit, autoregression", _STATSMODELS, 0.1))
+    rows.append(row(seconds, label, "fit, local level, standard errors", _STATSMODELS, 0.5))
     free = ("transition", "dynamics_noise", "emission_noise")
     problems = (("2 modes, 2 states", two_states(), 0.005), ("3 modes, 4 states", target(), 0.03))
     for sizes, model, most in problems:

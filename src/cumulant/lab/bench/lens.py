@@ -46,7 +46,7 @@ def _observed(model: Any, inputs: dict[str, Tensor], **wanted: bool) -> object:
     return lens
 
 
-def _cases(batch: int, length: int) -> dict[str, Callable[[], object]]:
+def model_cases(batch: int, length: int) -> dict[str, Callable[[], object]]:
     plain, eager = _minilm("sdpa"), _minilm("eager")
     inputs = _ids(batch, length, plain.config.vocab_size)
     return {
@@ -60,12 +60,12 @@ def _cases(batch: int, length: int) -> dict[str, Callable[[], object]]:
 
 def eager_weights() -> Callable[[], object]:
     """MiniLM with the matrices of weights kept."""
-    return _cases(BATCH, LENGTH)["eager, output_attentions"]
+    return model_cases(BATCH, LENGTH)["eager, output_attentions"]
 
 
 def all_statistics() -> Callable[[], object]:
     """MiniLM with every per-token statistic."""
-    return _cases(BATCH, LENGTH)["and leading eigenvalue"]
+    return model_cases(BATCH, LENGTH)["and leading eigenvalue"]
 
 
 def long_text() -> Callable[[], object]:
@@ -135,7 +135,7 @@ def run(
     batch, length = (4, 256) if quick else (BATCH, LENGTH)
     label = f"MiniLM, {batch} x {length}"
     few = max(3, rounds // 2)
-    cases = _cases(batch, length)
+    cases = model_cases(batch, length)
     # Quick, a run of 50 steps: as many watched steps for each other one.
     steps = 50 if quick else STEPS
     tick = counted(progress, len(cases) * (few + 1) + 1 + (0 if quick else 3))

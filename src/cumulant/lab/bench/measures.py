@@ -85,7 +85,7 @@ _LOOSE = "scipy, gradient, to 1e-5"
 _NEWTON = "scipy, Hessian, to 1e-10"
 
 
-def _links(targets: int, points: int, d: int, share: int) -> Cases:
+def links(targets: int, points: int, d: int, share: int) -> Cases:
     """`share` of the targets by scipy, in double precision like ours."""
     try:
         solve: Any = import_module("scipy.optimize").minimize
@@ -142,7 +142,7 @@ def run(
     plan = [
         (f"{n} x {n} x 64", _empirical(n, 64), rounds),
         (f"{m} x {m} x 64", _mixtures(m, 64), few),
-        (f"{targets} x {points} x {d}", _links(targets, points, d, share), few),
+        (f"{targets} x {points} x {d}", links(targets, points, d, share), few),
     ]
     tick = counted(progress, sum(len(cases) * (r + 1) for _, cases, r in plan) + 2 * (not quick))
     seconds: list[dict[str, list[float]]] = []

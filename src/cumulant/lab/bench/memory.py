@@ -35,7 +35,7 @@ def plain_hopfield(state: Tensor, patterns: Tensor, beta: float, steps: int) -> 
     return q[0]
 
 
-def _retrieval(q: int, n: int, d: int) -> dict[str, Callable[[], object]]:
+def retrieval(q: int, n: int, d: int) -> dict[str, Callable[[], object]]:
     patterns, state = _random(n, d), _random(q, d)
     beta = 1 / d**0.5
     memory = Memory(patterns, beta)
@@ -80,7 +80,7 @@ def run(
         def told(what: str, label: str = label) -> None:
             tick(f"{label}: {what}")
 
-        seconds = interleave(_retrieval(q, n, d), rounds=repeats, tick=told)
+        seconds = interleave(retrieval(q, n, d), rounds=repeats, tick=told)
         rows.append(row(seconds, label, "retrieve", "F.sdpa", 1.1))
         rows.append(row(seconds, label, "retrieve", "plain torch", 1 / 3))
         rows.append(row(seconds, label, "retrieve, 3 steps", "plain torch, 3 steps", 1 / 3))

@@ -15,7 +15,7 @@ import torch
 
 from cumulant.kernels.engines import engines
 
-__all__ = ["Row", "clock", "interleave", "load", "machine", "markdown"]
+__all__ = ["Others", "Row", "clock", "fastest", "interleave", "load", "machine", "markdown"]
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,70 @@ def row(
     )
 
 
+def fastest(seconds: Mapping[str, list[float]], shape: str, quantity: str, against: str) -> Row:
+    """The fastest round of each: on a busy machine the one that was disturbed least."""
+    ours, base = min(seconds[quantity]), min(seconds[against])
+    return Row(shape, quantity, against, 1e3 * ours, 1e3 * base, ours / base, float("inf"))
+
+
+class Others:
+    """How many processors other programs kept busy since this was made.
+
+    The load average counts this program too, and minutes that are gone; this is what disturbed a
+    measurement.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds of the wall, of all processors at work, of this program and its children."""
+        try:
+            with open("/proc/stat") as lines:
+                # user, nice, system, idle, iowait, irq, softirq, steal
+                ticks = [int(x) for x in lines.readline().split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        spent = os.times()
+        work = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), work, sum(spent[:4])
+
+    @property
+    def processors(self) -> float | None:
+        """The mean number since then; None where the system does not tell."""
+        now = self._now()
+        if now is None or self._start is None or now[0] <= self._start[0]:
+            return None
+        wall, work, own = (a - b for a, b in zip(now, self._start, strict=True))
+        return max(0.0, (work - own) / wall)
+
+    def note(self) -> str:
+        """What a reader of ratios must know; "" if the machine was quiet, or does not tell."""
+        others = self.processors
+        if others is None or others < 0.25:
+            return ""
+        return (
+            f"Other programs kept {others:.1f} of {os.cpu_count() or 1} processors busy meanwhile. "
+            "They share caches and arithmetic units with what is measured, and slow most what "
+            "uses the processor best, so these ratios are not those of a quiet machine."
+        )
+
+
 def short(ratio: float) -> str:
     """Two decimals, or two digits where the ratio is small."""
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
-def machine() -> str:
-    """The machine and software the numbers come from."""
+def machine(threads: int | None = None) -> str:
+    """The machine and software the numbers come from; by default the threads are torch's own."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as info:
             model = next(x.split(":")[1].strip() for x in info if x.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     capability, native = torch.backends.cpu.get_cpu_capability(), engines()["native"]
     built = f"engine {native.instruction_set}" if native.available else "no compiled engine"
     return (

@@ -54,7 +54,7 @@ def our_policy(x: Tensor, W: Tensor, y: Tensor) -> Tensor:
     return (loss - 0.01 * entropy).mean()
 
 
-def _train(loss: _Loss, rows: int, classes: int, features: int) -> Callable[[], None]:
+def train(loss: _Loss, rows: int, classes: int, features: int) -> Callable[[], None]:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, features, generator=g).requires_grad_()
     W = (torch.randn(classes, features, generator=g) / features**0.5).requires_grad_()
@@ -87,8 +87,8 @@ def _products(rows: int, classes: int, features: int) -> Callable[[], None]:
 # For children that measure peak memory: functions without arguments, by name.
 def _child(loss: _Loss, shape: tuple[int, int, int]) -> Callable[[], None]:
     torch.set_num_threads(1)
-    _train(loss, 64, 64, 64)()  # the first call loads libraries
-    return _train(loss, *shape)
+    train(loss, 64, 64, 64)()  # the first call loads libraries
+    return train(loss, *shape)
 
 
 whole_small = partial(_child, whole_logits, _SHAPES[0])
@@ -124,13 +124,18 @@ _OURS, _WHOLE, _CHUNKS, _FLOOR = (
 )
 
 
+def losses(*shape: int) -> dict[str, Callable[[], None]]:
+    """A training step with the whole logits, and with ours."""
+    return {_WHOLE: train(whole_logits, *shape), _OURS: train(ours, *shape)}
+
+
 def _speed(shape: tuple[int, int, int], rounds: int, tick: Callable[[str], None]) -> list[Row]:
     label = " x ".join(map(str, shape))
     cases = {
-        _WHOLE: _train(whole_logits, *shape),
-        _CHUNKS: _train(in_chunks, *shape),
+        _WHOLE: train(whole_logits, *shape),
+        _CHUNKS: train(in_chunks, *shape),
         _FLOOR: _products(*shape),
-        _OURS: _train(ours, *shape),
+        _OURS: train(ours, *shape),
     }
     wall, processor = _timed(cases, rounds, lambda what: tick(f"{label}: {what}"))
     rows: list[Row] = []
@@ -169,8 +174,8 @@ def run(
     try:
         rows = [made for shape in shapes for made in _speed(shape, few, tick)]
         cases = {
-            "whole logits with entropy": _train(whole_policy, *shapes[0]),
-            "with entropy": _train(our_policy, *shapes[0]),
+            "whole logits with entropy": train(whole_policy, *shapes[0]),
+            "with entropy": train(our_policy, *shapes[0]),
         }
         wall, _ = _timed(cases, few, tick)
         label = " x ".join(map(str, shapes[0]))
