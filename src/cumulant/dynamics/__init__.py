@@ -1,6 +1,6 @@
 """Attention as a map on clouds of points: expansion, contraction, fixed points.
 
-See docs/theory.md, T13-T18, T34.
+See docs/theory.md, T13-T18, T32, T34, T38.
 """
 
 from typing import NoReturn
@@ -47,6 +47,7 @@ from cumulant.dynamics.shape import (
 from cumulant.dynamics.simulate import flow, simulate
 from cumulant.dynamics.spins import MeanField, mean_field
 from cumulant.dynamics.trajectory import Trajectory
+from cumulant.dynamics.walk import WalkMeanField, walk_mean_field
 
 __all__ = [
     "Alternation",
@@ -65,6 +66,7 @@ __all__ = [
     "Spectrum",
     "Sphere",
     "Trajectory",
+    "WalkMeanField",
     "Whiten",
     "alternate",
     "alternation_matrix",
@@ -93,6 +95,7 @@ __all__ = [
     "sphere_growth_rate",
     "stationary",
     "step",
+    "walk_mean_field",
 ]
 
 _MOVED = {
