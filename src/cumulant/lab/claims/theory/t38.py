@@ -42,7 +42,7 @@ CLAIM = Claim(
     "context, a tenth of a word's perplexity, and differ if by 0.5; contexts agree within a tenth "
     "of the sphere's radius, and differ at 0.3, in the worst model. A model counts as weak if its "
     "second-order term is at most 0.05 nats for each context, half of what may be missing.",
-    recorded="open",
+    recorded="holds with a correction",
     systems=("random walk of a context vector, by mean field",),
     tests=("tests/laws/test_walk.py",),
     rules=table("""
@@ -127,7 +127,7 @@ def inferred(one: Model) -> dynamics.WalkMeanField:
     """Contexts by mean field: damped steps downhill, then the same solution precisely."""
     given: Any = {"unseen": one.unseen, "stiffness": one.stiffness}
     words = Empirical(one.words)
-    rough = dynamics.walk_mean_field(words, one.seen, tol=1e-3, **given)
+    rough = dynamics.walk_mean_field(words, one.seen, tol=1e-2, **given)
     start = rough.context.detach()
     return dynamics.walk_mean_field(
         words, one.seen, start=start, solver="anderson", tol=1e-11, **given
@@ -253,8 +253,8 @@ def compared(one: Model, points: int) -> dict[str, float]:
 
 def measure(trial: Trial) -> Found:
     """All stiffnesses and lengths in two and three dimensions; twelve dimensions by particles."""
-    draws, ratios = trial.size(3, 1), STIFFNESS[::3] if trial.quick else STIFFNESS
-    points = {2: trial.size(96, 64), 3: trial.size(28, 16)}
+    draws, ratios = trial.size(2, 1), STIFFNESS[::3] if trial.quick else STIFFNESS
+    points = {2: 64} if trial.quick else {2: 96, 3: 28}
     rows: dict[tuple[int, float, float], list[dict[str, float]]] = {
         (d, ratio, length): [
             compared(model(trial, d, ratio, length), points[d]) for _ in range(draws)
@@ -269,7 +269,7 @@ def measure(trial: Trial) -> Found:
     size, runs = trial.size(4000, 1000), trial.size(8, 4)
     checked = model(trial, 3, 0.5, 0.5)
     log_z, _ = by_particles(trial, checked, size, runs)
-    off = (float(log_z.mean()) - exact(checked, points[3]).log_z) / standard_error(log_z)
+    off = (float(log_z.mean()) - exact(checked, 20).log_z) / standard_error(log_z)
     wide = [model(trial, 12, SLOW, 0.5) for _ in range(draws)]
     seen = [(inferred(one), *by_particles(trial, one, size, runs)) for one in wide]
 
