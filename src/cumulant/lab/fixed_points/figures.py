@@ -43,12 +43,12 @@ def _growth(study: Study) -> Any:
     right.axhline(2 / np.e, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     right.annotate("2/e", (24, 2 / np.e), (0, 3), textcoords="offset points", color=MUTED)
     left.legend(ncols=2, fontsize=8)
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.08))
     return figure
 
 
 def _first(study: Study) -> Any:
-    """The number of first clusters against temperature, in three dimensions."""
+    """The number of first clusters against temperature, in d = 2, 3, 4."""
     figure = new_figure(5.6, 3.8)
     axes = figure.subplots()
     most = max(r["points"] for r in study.first)

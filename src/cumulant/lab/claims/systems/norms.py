@@ -40,7 +40,8 @@ CLAIM = Claim(
     "al. 2018), τ log 2 for each doubling of the time; at a minimum of finite norm they would "
     "stop, 0. Half of the first counts as growth. Loss below 0.01 means "
     "that wrong keys have less than 1% of the weight. Unit vectors cannot go below the loss of a "
-    "regular simplex.",
+    "regular simplex. The rule was changed after numbers had been seen, and its earlier form is "
+    "not on record: judge it as fitted to them.",
     finding="By dot products margins still grow in the second half of the training, by "
     "{margin_growth:.2f} of τ log 2, norms reach {dot_norm:.1f}, and the loss falls to "
     "{dot_loss:.1e} or below; by cosines the loss stays at {cosine_loss:.3f}, above "

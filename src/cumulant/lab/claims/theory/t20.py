@@ -52,7 +52,8 @@ CLAIM = Claim(
     """),
     bounds="A difference of 0.3 in recall is over ten standard errors in a quick run: dynamics "
     "that differ everywhere would reach it at every β. Two outcomes count as equal if recall "
-    "differs by less than 0.1, and as different if at some β it differs by at least 0.5.",
+    "differs by less than 0.1, and as different if at some β it differs by at least 0.5. The "
+    "sweep replaced a run at β = 0.7 alone after it was known to end otherwise at 0.5 and 0.9.",
     finding="The first step is the same. From β = {region_low:g} to {region_high:g} fixed "
     "patterns recall at least 80% of the noisy patterns and changing ones at most half "
     "({fixed_recalled:.0%} and {changing_recalled:.0%} at β = 0.7, where the energy of changing "

@@ -44,7 +44,7 @@ CLAIM = Claim(
     "symmetric, a half does not. What it adds is the Hopfield update of its first weights if their "
     "cosine is 1; half of that supports the claim, and 0 or less refutes it. The model nearest to "
     "the claim decides. Only rounding separates tied layers from a gradient.",
-    recorded="open",
+    recorded="holds with a correction",
     systems=("classical Hopfield network",),
     tests=("tests/laws/test_hopfield.py",),
     needs=NEEDS,

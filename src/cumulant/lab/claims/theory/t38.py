@@ -128,10 +128,12 @@ def inferred(one: Model) -> dynamics.WalkMeanField:
     given: Any = {"unseen": one.unseen, "stiffness": one.stiffness}
     words = Empirical(one.words)
     rough = dynamics.walk_mean_field(words, one.seen, tol=1e-2, **given)
-    start = rough.context.detach()
-    return dynamics.walk_mean_field(
-        words, one.seen, start=start, solver="anderson", tol=1e-11, **given
-    )
+    given |= {"start": rough.context.detach(), "tol": 1e-11}
+    for solver in ("anderson", "broyden"):  # fast, but they may leave for another solution
+        found = dynamics.walk_mean_field(words, one.seen, solver=solver, throw=False, **given)
+        if bool(found.solution.status.converged) and found.free_energy <= rough.free_energy:
+            return found
+    return dynamics.walk_mean_field(words, one.seen, max_steps=200_000, **given)
 
 
 def equations_gap(one: Model, found: dynamics.WalkMeanField) -> float:
