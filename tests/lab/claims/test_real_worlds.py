@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from cumulant.lab.claims import Trial, claims, functions, verdict
+from cumulant.lab.claims import Trial, claims, functions, real, verdict
 from cumulant.lab.claims.subjects import copied
-from cumulant.lab.claims.theory import t35, t40, t41a, t41b
+from cumulant.lab.claims.theory import t22, t23, t29, t35, t39, t40, t41a, t41b
+from cumulant.lab.studies.claiming import study_claim
+from cumulant.lab.studies.recording import recorded
 
 Patch = pytest.MonkeyPatch
 
@@ -114,7 +119,58 @@ def spare_weights(patch: Patch) -> None:
     patch.setattr(functions, "ablate", lambda *_, **__: nullcontext())
 
 
+def tied_layers(patch: Patch) -> None:
+    """Second weights of feed-forward layers are the transpose of the first."""
+
+    def change(model):
+        for layer in model.encoder.layer:
+            layer.output.dense.weight.copy_(layer.intermediate.dense.weight.mT)
+
+    other_weights(patch, t22, change)
+
+
+def weaker_norms(patch: Patch) -> None:
+    """Normalizations contract a fifth less."""
+
+    def change(model):
+        for layer in model.encoder.layer:
+            layer.attention.output.LayerNorm.weight.mul_(1.2)
+            layer.output.LayerNorm.weight.mul_(1.2)
+
+    other_weights(patch, t39, change)
+
+
+def in_place(patch: Patch, module, change) -> None:
+    """The model that is loaded once a process has other weights for a while."""
+    for own in attentions(real.loaded().model):
+        change(lambda weight, new: patch.setattr(weight, "data", new), own)
+    for name in ("sublayers", "attentions"):
+        if hasattr(module, name):
+            patch.setattr(module, name, getattr(real, name).__wrapped__)
+
+
+def sharp_queries(patch: Patch) -> None:
+    """Scores two and a half times as large, with which the model was not trained to work."""
+
+    def change(put, own):
+        put(own.query.weight, 2.5 * own.query.weight.detach())
+        put(own.query.bias, 2.5 * own.query.bias.detach())
+
+    in_place(patch, t23, change)
+
+
+def strange_queries(patch: Patch) -> None:
+    """Queries of every head belong to another."""
+    in_place(
+        patch, t29, lambda put, own: put(own.query.weight, own.query.weight.detach().roll(96, 0))
+    )
+
+
 WORLDS = {
+    "T22: tied layers": ("T22", tied_layers, "holds"),
+    "T23: sharp queries": ("T23", sharp_queries, "holds"),
+    "T29: queries of other heads": ("T29", strange_queries, "does not hold in general"),
+    "T39: norms that contract less": ("T39", weaker_norms, "holds"),
     "T35: heads swapped": ("T35", swapped_heads, "does not hold in general"),
     "T35: queries are keys": ("T35", tied_heads, "holds"),
     "T37a: nothing can be spared": ("T37a", needless_heads, "holds"),
@@ -131,3 +187,36 @@ def test_another_world_another_verdict(name, change, expected, monkeypatch):
     found = judged(name)
     assert found == expected
     assert found != claims()[name].recorded
+
+
+def labels_moved(results, by):
+    """The runs of a study with every variant under the name of another."""
+    names = list(results.study.variants)
+    new = dict(zip(names, names[by:] + names[:by], strict=True))
+    runs = [replace(x, job=replace(x.job, variant=new[x.job.variant])) for x in results.runs]
+    return replace(results, runs=runs)
+
+
+# Where a claim fails, a mix-up of the variants fails, too.
+HOLDING = [n for n in recorded() if n in claims() and claims()[n].recorded.startswith("holds")]
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_the_verdict_of_a_study_is_about_which_variant_did_what(name):
+    results = recorded()[name]
+
+    def judged(results):
+        made = study_claim(results)
+        return verdict(replace(made.claim, measure=made.measure).experiment(Trial()).numbers)
+
+    assert judged(results) == claims()[name].recorded
+    others = [judged(labels_moved(results, by)) for by in range(1, len(results.study.variants))]
+    assert any(x != claims()[name].recorded for x in others)
+
+
+def test_every_empirical_claim_has_a_world_that_changes_it():
+    plain = Path(__file__).with_name("test_worlds.py").read_text()
+    tried = {world[0] for world in WORLDS.values()} | set(re.findall(r': \("(\w+)", \w+\),', plain))
+    studies = {name for name in recorded() if name in claims()}
+    empirical = {c.id for c in claims().values() if c.evidence == "empirical"}
+    assert empirical <= tried | studies

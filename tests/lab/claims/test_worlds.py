@@ -16,7 +16,7 @@ import torch
 import cumulant as cm
 from cumulant.lab.claims import Trial, claims, verdict
 from cumulant.lab.claims.systems import norms
-from cumulant.lab.claims.theory import t17, t20, t31
+from cumulant.lab.claims.theory import t17, t20, t31, t38
 from cumulant.lab.fixed_points import rates
 
 Patch = pytest.MonkeyPatch
@@ -93,7 +93,14 @@ def other_partners(patch: Patch) -> None:
     patch.setattr(norms, "positives", lambda: torch.randperm(norms.COUNT, generator=random))
 
 
+def hasty(patch: Patch) -> None:
+    """Walks are fast and words short, so that nothing is strongly coupled."""
+    patch.setattr(t38, "STIFFNESS", (0.03, 0.06, 0.09, 0.125))
+    patch.setattr(t38, "LENGTHS", (0.06, 0.125))
+
+
 WORLDS = {
+    "T38: fast walks, short words": ("T38", hasty),
     "norms: pairs that change": ("norms", other_partners),
     "T34: clusters of one size": ("T34", one_temperature),
     "T34: heavy tails": ("T34", heavy_tails),

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cumulant.lens.models import DEMO, Loaded, load
+from cumulant.lab.claims.subjects import model_of
+from cumulant.lens.models import DEMO, Loaded
 from cumulant.lens.texts import passage
 
 __all__ = ["NEEDS", "Sublayer", "attentions", "loaded", "passage_ids", "split", "sublayers"]
@@ -34,10 +35,9 @@ class Sublayer(NamedTuple):
     scale: float
 
 
-@cache
 def loaded() -> Loaded:
-    """The lens' default model with its tokenizer."""
-    return load()
+    """The lens' default model with its tokenizer, the same as `model_of` gives."""
+    return model_of("minilm")
 
 
 @cache

@@ -41,8 +41,8 @@ CLAIM = Claim(
             the whole map)
     """),
     bounds="The draft ignores weights and masks, so what happens with them is noted and decides "
-    "nothing; at first it was of the statement, failed it, and a correction said so. G is convex: a "
-    "ratio below 1 by more than rounding would refute.",
+    "nothing; at first it was of the statement, failed it, and a correction said so. G is convex: "
+    "a ratio below 1 by more than rounding would refute.",
     finding="Points under one measure never move closer (least ratio {one_measure_ratio:.3f}; "
     "clouds of {fewest} to {most} points in 1 to 16 dimensions, β to 4, τ to 2.1). Outside the "
     "claim: a causal mask lets the ratio fall to {causal_ratio:.2f}, general weights to "

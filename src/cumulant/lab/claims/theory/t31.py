@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -21,6 +22,7 @@ from cumulant.figures import MUTED, series_color
 from cumulant.lab.claims.claim import Claim, Found, Trial, table
 from cumulant.lab.claims.measuring import fitted, gap, standard_error
 from cumulant.lab.claims.real import NEEDS, loaded
+from cumulant.lab.claims.remembering import remembered
 from cumulant.lens.partition import partition
 
 ENOUGH = 10  # how often a pair must occur for its mutual information to count
@@ -212,10 +214,16 @@ def walked(trial: Trial, pairs: Tensor) -> Tensor:
 
 def fits(trial: Trial, corpus: Corpus, fit: Callable[[Trial, Tensor], Tensor]) -> Fits:
     """Both laws for several random starts, as they are and about the mean: ``(starts, 2, 2)``."""
-    found: list[list[tuple[float, float]]] = []
-    for _ in range(trial.size(3, 2)):
-        v = fit(trial, corpus.pairs)
-        found.append([laws(x, corpus.pairs, ENOUGH) for x in (v, v - v.mean(0))])
+    starts = trial.size(3, 2)
+    own = Trial(trial.seed, trial.quick)  # of its own, so that what is remembered draws nothing
+
+    def compute() -> list[list[tuple[float, float]]]:
+        vectors = [fit(own, corpus.pairs) for _ in range(starts)]
+        return [[laws(x, corpus.pairs, ENOUGH) for x in (v, v - v.mean(0))] for v in vectors]
+
+    digest = hashlib.sha256(corpus.pairs.contiguous().numpy().tobytes()).hexdigest()
+    settings = {"T31": fit.__name__, "starts": starts, "seed": trial.seed, "quick": trial.quick}
+    found = remembered(digest, settings, compute, source=__file__)
     return torch.tensor(found, dtype=torch.float64)
 
 

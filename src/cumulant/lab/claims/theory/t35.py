@@ -139,7 +139,13 @@ def measure(trial: Trial) -> Found:
         compute = partial(rows_of, one, far)
         found[key] = remembered(one.digest, {"T35": far}, compute, source=__file__)
         if key in ("minilm", "rxnmapper"):
-            random.append(excess(rows_of(reseeded(one, trial.seed)), "symmetry", False)[0])
+            untrained = remembered(
+                one.digest,
+                {"T35": "random", "seed": trial.seed},
+                lambda one=one: rows_of(reseeded(one, trial.seed)),
+                source=__file__,
+            )
+            random.append(excess(untrained, "symmetry", False)[0])
     rotary = ""
     if "smollm2" in found:
         far = middle(found["smollm2"], "whitened_symmetry", DISTANCES[-1])
