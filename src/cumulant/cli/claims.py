@@ -33,7 +33,7 @@ def claims(
         bool, typer.Option("--quick", help="Small experiments; all claims take a minute.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed; on one machine the same seed gives the same numbers.")
+        int, typer.Option(min=0, help="Random seed; on one machine a seed repeats every number.")
     ] = 0,
     output: Annotated[
         Path | None,

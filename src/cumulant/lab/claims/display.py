@@ -9,6 +9,7 @@ from cumulant.core.errors import InputError
 from cumulant.figures import COLORS, as_svg
 from cumulant.lab.claims.claim import Claim, Measured, Picture, Result, verdict
 from cumulant.lab.claims.ledger import Entry, plain_number
+from cumulant.lab.report.documents import Links
 from cumulant.lab.report.drawings import drawing
 from cumulant.lab.report.entries import Kind, Shown, powers, shown, worded
 from cumulant.pages import mathml
@@ -54,7 +55,7 @@ def result_html(result: Result) -> str:
 
 def _words(row: dict[str, Any]) -> Shown:
     """The row in words; the formula needs a package and is set apart."""
-    return shown(row | {"formula": ""}, None)
+    return shown(row | {"formula": ""}, None, Links(()))
 
 
 def _about(said: Shown, claim: Claim) -> list[Markup]:

@@ -39,9 +39,10 @@ CLAIM = Claim(
     "heads in every model, and fails where fewer than a tenth have it. The prediction is a rank "
     "correlation of at least 0.5 in every model, refuted at 0, and heads predicted safe (a ratio "
     "below 0.1: well below 1) must be served at the median. The exact law of the keys must give "
-    "attention itself. A correction was put forward before the numbers: that a mixture of 16 serves at "
-    "least half of the heads in every model (refuted below a tenth), and that the ratio ranks all "
-    "heads together by 0.5. It failed, by 3 % of SmolLM2's heads; its numbers are noted since.",
+    "attention itself. A correction was put forward before the numbers: that a mixture of 16 "
+    "serves at least half of the heads in every model (refuted below a tenth), and that the ratio "
+    "ranks all heads together by 0.5. It failed, at 3 % of SmolLM2's heads; its numbers are noted "
+    "since.",
     recorded="does not hold in general",
     tests=("tests/lens/test_ablating.py",),
     needs=NEEDS,
