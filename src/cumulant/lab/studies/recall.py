@@ -2,7 +2,8 @@
 
 N patterns of d random signs are keys and values. A query is a pattern with some signs flipped; one
 step of attention and the sign of the result recall it. The capacity is the N at which the step no
-longer halves the errors, at the best temperature of a grid. Signal against noise predicts d^p for
+longer halves the errors, at the best temperature of a grid. ``mismatched`` gives every key the
+value of another, which nothing can recall. Signal against noise predicts d^p for
 a kernel that grows as s^p, and e^(c d) for exp, where c is the rate at which a random pattern comes
 as near to the query as the right one: ((1+m) log(1+m) + (1-m) log(1-m))/2, m = 1 - 2 flips.
 """
@@ -38,7 +39,7 @@ class Recall:
 
     SETTINGS: Mapping[str, Any] = {
         **{"kernel": "exp", "dims": [8, 12, 16, 24, 32], "flips": 0.1, "queries": 128},
-        **{"most": 65536, "betas": [0.5, 1.0, 2.0, 4.0, 8.0], "steps": 0},
+        **{"most": 65536, "betas": [0.5, 1.0, 2.0, 4.0, 8.0], "steps": 0, "mismatched": False},
     }
     objective = "capacity"
     limit = worst = math.inf
@@ -103,7 +104,8 @@ class Recall:
         patterns = (2 * signs - 1).float()
         flipped = torch.rand(sets, asked, d, generator=source) < self.settings["flips"]
         queries = torch.where(flipped, -patterns[:, :asked], patterns[:, :asked])
-        recalled = self.kernel(queries, patterns, patterns, beta=beta)
+        values = patterns.roll(1, 1) if self.settings["mismatched"] else patterns
+        recalled = self.kernel(queries, patterns, values, beta=beta)
         return float((recalled * patterns[:, :asked] > 0).float().mean())
 
 
