@@ -303,7 +303,7 @@ PARTS: dict[str, Callable[[bool, Tick], list[dict[str, Any]]]] = {
         tick,
     ),
     "followed": lambda quick, tick: law_followed(
-        {100: 4} if quick else {100: 20, 400: 20, 1600: 10}, tick
+        {100: 20} if quick else {100: 20, 400: 20, 1600: 10}, tick
     ),
     "dimensions": lambda quick, tick: by_dimension(
         [2, 16] if quick else [2, 4, 8, 16, 32, 64],
