@@ -302,6 +302,8 @@ def common_shape(*shapes: Sequence[int]) -> torch.Size | None:
     >>> common_shape((3, 1), (4,)), common_shape((3,), (4,))
     (torch.Size([3, 4]), None)
     """
+    if all(shape == shapes[0] for shape in shapes):  # torch's own function takes 15 us
+        return torch.Size(shapes[0] if shapes else ())
     try:
         return functions.broadcast_shapes(*(torch.Size(shape) for shape in shapes))
     except RuntimeError:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cumulant.core.calling import Function
 from cumulant.core.eager import eager
 from cumulant.core.precision import without_autocast
-from cumulant.core.typed import Function, functions
+from cumulant.core.typed import functions
 from cumulant.kernels import operators
 from cumulant.kernels.calculus import pullback, pushforward, tiling
 from cumulant.kernels.formulas import INDEX, with_scale

@@ -28,9 +28,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from cumulant.core.calling import Function
 from cumulant.core.eager import eager
 from cumulant.core.precision import without_autocast
-from cumulant.core.typed import Function, functions
+from cumulant.core.typed import functions
 from cumulant.kernels.band import Band
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.workspace import Workspace

@@ -125,7 +125,13 @@ def _batch(arguments: Named, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if 0 in sizes else max(sizes) for sizes in zip(*every, strict=True))
 
 
-_ROWS = ("entropy", "score_mean", "score_variance", "score_max", "top")
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """In memory as `like`, if it has the shape: heads that are views of (batch, length, width) lead
+    to results that become one again without a copy.
+    """
+    if like.shape == shape and like.stride(-1) == 1:
+        return torch.empty_like(like)
+    return like.new_empty(shape)
 
 
 def forward(
@@ -139,7 +145,7 @@ def forward(
         return None
     out = {n: query.new_empty((*batch, query.shape[-2], 1)) for n in ("log_normalizer", *fields)}
     if "value" in a:
-        out["mean"] = query.new_empty((*batch, query.shape[-2], a["value"].shape[-1]))
+        out["mean"] = _empty((*batch, query.shape[-2], a["value"].shape[-1]), query)
     _ask("forward", a, out, batch, scale=scale, band=band, rate=rate)
     return out
 
@@ -182,10 +188,11 @@ def _gradients(
         return None
     out: Arguments = {}
     for r in program.results:
+        like = a.get(r.name, a["query"])
         if "j" in r.index:
-            out[f"to {r.name}"] = a["query"].new_zeros(r.shape)
+            out[f"to {r.name}"] = _empty(r.shape, like).zero_()
         else:
-            out[f"to {r.name}"] = a["query"].new_empty((*batch, *r.shape[-2:]))
+            out[f"to {r.name}"] = _empty((*batch, *r.shape[-2:]), like)
     _ask(kernel, a, out, batch, scale=scale, band=program.band, rate=rate)
     return {r.name: out[f"to {r.name}"].sum_to_size(r.shape) for r in program.results}
 
