@@ -85,7 +85,8 @@ def _curves(axes: Any, results: Results, panel: _Panel) -> None:
             continue
         x = [p[0] for p in paths[0][:length]]
         y = np.array([[p[1] for p in path[:length]] for path in paths])
-        axes.plot(x, y.mean(0), label=variant, marker="o", markersize=2.5, **_look(k))
+        width = 1.8 if k else 3.6  # the first stays visible beneath one that is its equal
+        axes.plot(x, y.mean(0), label=variant, marker="o", markersize=2.5, lw=width, **_look(k))
         axes.fill_between(x, y.min(0), y.max(0), color=COLORS[k % len(COLORS)], alpha=0.15, lw=0)
     axes.set(xlabel=panel.x, ylabel=panel.label)
     if panel.log_x:
@@ -123,7 +124,7 @@ def _search(axes: Any, results: Results, label: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), "x", color=COLORS[k % len(COLORS)])
     axes.set(xlabel="learning rate", ylabel=f"{label}, search", xscale="log")
-    axes.text(0.98, 0.97, "×: some run diverged", transform=axes.transAxes, ha="right", va="top",
+    axes.text(0.02, 0.97, "×: some run diverged", transform=axes.transAxes, ha="left", va="top",
               color=MUTED, fontsize=8)  # fmt: skip
 
 
