@@ -39,6 +39,10 @@ def claims(
         Path | None,
         typer.Option("--output", "-o", help="Folder for claims.json, ledger.md and figures."),
     ] = None,
+    update: Annotated[
+        bool,
+        typer.Option("--update", help="Renew these claims in the ledger in -o; keep the others."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
     """Test every claim of the paper and its drafts.
@@ -52,6 +56,7 @@ def claims(
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
     cumulant claims -o ledger/           with figures and a page; a few minutes
+    cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
     With -o, repeat the command to resume an interrupted run. The exit code is 1
@@ -68,7 +73,9 @@ def claims(
     if not chosen:
         raise InputError(f"none of the selected claims has {evidence} evidence.")
     shown = Console(stderr=as_json, highlight=False, emoji=False)
-    with keeper(chosen, seed=seed, quick=quick, folder=output, version=__version__) as keep:
+    with keeper(
+        chosen, seed=seed, quick=quick, folder=output, version=__version__, update=update
+    ) as keep:
         if keep.done:
             typer.echo(f"cumulant: resuming after {count(keep.done)} in {output}", err=True)
         try:

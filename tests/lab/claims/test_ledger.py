@@ -360,6 +360,30 @@ def test_a_run_of_some_claims_leaves_an_interrupted_one_alone(tmp_path):
     assert list(Keeper(chosen, **settings).rows) == ["a"]
 
 
+def test_some_claims_are_renewed_in_a_ledger_that_is_there(tmp_path, monkeypatch):
+    settings = {"seed": 0, "quick": True, "folder": tmp_path, "version": "1"}
+    names = ("a", "b", "c")
+    monkeypatch.setattr(record, "known", lambda: dict.fromkeys(names))
+    with pytest.raises(InputError, match=r"no ledger to update in .* without --update"):
+        Keeper([fake("b")], **settings, update=True)
+    keeper = Keeper([fake("a"), fake("c")], **settings)
+    before = [keeper.run(claim) for claim in keeper.claims]
+    keeper.finish()
+    monkeypatch.setattr(record, "sources", lambda: "other")
+    later = Keeper([fake("c", measure=finds(0.25)), fake("b")], **settings, update=True)
+    rows = [later.run(claim) for claim in later.claims]
+    assert later.finish()["claims"] == [before[0], rows[1], rows[0]]
+    found = json.loads((tmp_path / LEDGER).read_text())
+    assert found["asked"] == ["a", "b", "c"]
+    assert found["claims"][2]["measured"] == {"draw": 0.25}
+    page = (tmp_path / "ledger.md").read_text()
+    assert [page.index(f"## {name}\n") for name in names] == sorted(
+        page.index(f"## {name}\n") for name in names
+    )
+    with pytest.raises(InputError, match="was made with quick True, not False"):
+        Keeper([fake("b")], **{**settings, "quick": False}, update=True)
+
+
 def test_the_callers_settings_do_not_matter():
     claim = claims()["T13"]
     plain = run(claim, quick=True).as_dict()["measured"]

@@ -17,6 +17,7 @@ from cumulant.core.lock import locked
 from cumulant.figures import as_svg, need_matplotlib
 from cumulant.lab.claims.claim import CORRECTED, EVIDENCE, FAILS, HOLDS, OPEN, Claim
 from cumulant.lab.claims.ledger import Entry, run, sources
+from cumulant.lab.claims.ledger import claims as known
 
 __all__ = ["LEDGER", "Keeper", "bound", "keeper", "markdown", "measured", "outcome", "tally"]
 
@@ -27,19 +28,27 @@ Row = dict[str, Any]
 
 @contextmanager
 def keeper(
-    claims: Sequence[Claim], *, seed: int, quick: bool, folder: Path | None, version: str
+    claims: Sequence[Claim],
+    *,
+    seed: int,
+    quick: bool,
+    folder: Path | None,
+    version: str,
+    update: bool = False,
 ) -> Generator[Keeper]:
     """A `Keeper` that has its folder to itself.
 
     Raises:
-        InputError: another run writes into the folder.
+        InputError: another run writes into the folder, or there is no ledger to update.
     """
     if folder is None:
+        if update:
+            raise InputError("--update needs the folder of a ledger: add -o FOLDER.")
         yield Keeper(claims, seed=seed, quick=quick, folder=None, version=version)
         return
     make_folder(folder)
     with locked(folder / ".claims.lock"):
-        yield Keeper(claims, seed=seed, quick=quick, folder=folder, version=version)
+        yield Keeper(claims, seed=seed, quick=quick, folder=folder, version=version, update=update)
 
 
 class Keeper:
@@ -55,6 +64,11 @@ class Keeper:
         quick: small experiments.
         folder: where to keep it; None keeps nothing.
         version: of the library; another version starts over.
+        update: the claims take their places in the ledger that is in the folder; its other claims
+            stay as they were measured.
+
+    Raises:
+        InputError: there is no ledger to update, or it was made with other settings.
     """
 
     def __init__(
@@ -65,9 +79,11 @@ class Keeper:
         quick: bool,
         folder: Path | None,
         version: str,
+        update: bool = False,
     ) -> None:
         self.claims, self.folder = claims, folder
         self.about: Row = {"version": version, "seed": seed, "quick": quick}
+        self._others = _earlier(folder, self.about) if update and folder is not None else {}
         self.pictures = folder is not None and _can_draw()
         self.rows: dict[str, Row] = {}
         self._journal: Journal | None = None
@@ -101,8 +117,11 @@ class Keeper:
     def finish(self) -> Row:
         """The whole ledger, written where there is a folder."""
         asked = [claim.id for claim in self.claims]
-        rows = [self.rows[name] for name in asked]
-        ledger = {**self.about, "complete": True, "asked": asked, "claims": rows}
+        found = self._others | {name: self.rows[name] for name in asked}
+        order = {name: i for i, name in enumerate(known())} if self._others else {}
+        rows = sorted(found.values(), key=lambda row: order.get(row["id"], len(order)))
+        every = [row["id"] for row in rows]
+        ledger = {**self.about, "complete": True, "asked": every, "claims": rows}
         if self.folder is not None and self._journal is not None:
             text = json.dumps(ledger, indent=1, allow_nan=False, ensure_ascii=False)
             page = markdown(ledger)
@@ -134,6 +153,23 @@ class Keeper:
         assert self.folder is not None
         drawn = row["caption"] is None or (self.folder / FIGURES / f"{name}.svg").is_file()
         return drawn and row["crash"] is None and row["not_run"] is None
+
+
+def _earlier(folder: Path, about: Row) -> dict[str, Row]:
+    """The claims of the ledger that is in a folder, by id."""
+    path = folder / LEDGER
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows: dict[str, Row] = {row["id"]: row for row in found["claims"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"there is no ledger to update in {folder} ({LEDGER}: {error}): run all claims there "
+            "once without --update."
+        ) from None
+    if odd := [name for name, value in about.items() if found.get(name) != value]:
+        told = ", ".join(f"{name} {found.get(name)!r}, not {about[name]!r}" for name in odd)
+        raise InputError(f"the ledger in {folder} was made with {told}: run all claims there anew.")
+    return rows
 
 
 def _can_draw() -> bool:
