@@ -131,7 +131,7 @@ ON_EVERY_ENGINE = {
     *("test_fitting.py", "test_other_packages.py", "test_smoothing.py"),
 }
 ON_NONE = {
-    *("test_projection.py", "test_gibbs.py", "test_triton.py"),
+    *("test_projection.py", "test_gibbs.py", "test_triton.py", "test_triton_tiles.py"),
     *("test_synchronizations.py", "test_cuda_plan.py"),
 }
 

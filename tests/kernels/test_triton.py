@@ -11,10 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cumulant.core.errors import InputError
-from cumulant.kernels import engines
-from cumulant.kernels.triton import recording
+from cumulant.kernels import engines, fused
+from cumulant.kernels.attention import Options
+from cumulant.kernels.calculus import pullback, pushforward
+from cumulant.kernels.search import largest
+from cumulant.kernels.streaming import EXTRAS, forward
+from cumulant.kernels.triton import answers, recording
 from cumulant.kernels.triton.blocks import KERNELS, WIDTHS, Blocks, candidates
 from cumulant.kernels.triton.compiling import TARGETS, compile_launch, launches
 from cumulant.kernels.triton.recording import Check, Record
@@ -35,6 +40,9 @@ def test_in_the_interpreter(file, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+FULLEST = [f"{name}, everything" for name in ("forward", "tangent", "gradient", "curvature")]
+
+
 @pytest.mark.parametrize(
     ("target", "dtype", "width"),
     [
@@ -44,10 +52,11 @@ def test_in_the_interpreter(file, tmp_path):
     ],
 )
 def test_tiles_compile_without_spilling(target, dtype, width):
-    """The hungriest launch of each kernel; `cumulant bench gpu` compiles all of the table."""
-    hungriest = {launch.kernel: launch for launch in launches(width, width, dtype)}
-    assert hungriest.keys() == set(KERNELS)
-    for kernel, launch in hungriest.items():
+    """The fullest launch of each kernel; `cumulant bench gpu` compiles all of the table."""
+    made = launches(width, width, dtype)
+    fullest = {x.kernel: x for x in made if x.question in FULLEST}
+    assert fullest.keys() == set(KERNELS)
+    for kernel, launch in fullest.items():
         usage = compile_launch(launch, candidates(kernel, width, dtype, target)[0], TARGETS[target])
         assert usage.spilled == 0, (kernel, usage)
         assert 0 < usage.shared <= TARGETS[target].shared, (kernel, usage)
@@ -55,7 +64,7 @@ def test_tiles_compile_without_spilling(target, dtype, width):
 
 
 def test_a_tile_that_is_too_large_is_noticed():
-    launch = {x.kernel: x for x in launches(256, 256, torch.float16)}["forward"]
+    launch = next(x for x in launches(256, 256, torch.float16) if x.kernel == "forward")
     target = TARGETS["cuda:80"]
     usage = compile_launch(launch, Blocks(64, 64, 256, 4, 1, "ieee"), target)
     assert usage.spilled > 0
@@ -118,6 +127,59 @@ def test_the_engine_is_used_only_where_its_self_test_passed(gpu, monkeypatch):
     assert not chosen()
 
 
+def test_the_largest_score_is_asked_of_the_device_s_engine(gpu, monkeypatch):
+    """On a validated GPU, in the caller's half precision; a bias of -inf hides as a mask does."""
+    recording.keep(record(gpu, 1e-4))
+    with FakeTensorMode():
+        q, bias = torch.empty(1, 9, 16, device="cuda"), torch.empty(1, 9, 9, device="cuda")
+        column = torch.empty(1, 9, 1, device="cuda")
+    asked = []
+
+    def forward(arguments, *, fields, **_):
+        asked.append((fields, {n: x.dtype for n, x in arguments.items()}))
+        return {"score_max": column, "top": column}
+
+    monkeypatch.setattr(answers, "forward", forward)
+    given = {"query": q, "key": q, "bias": bias}
+    largest(given, Options(narrow=torch.float16))
+    halves = dict.fromkeys(("query", "key"), torch.float16)
+    kinds = {**halves, "bias": torch.float32, "mask": torch.bool}
+    assert asked == [(("score_max", "top"), kinds)]
+
+
+def test_on_a_validated_gpu_torch_s_operators_keep_what_they_take(gpu, monkeypatch):
+    """Value and first gradient of plain calls, where flash attention does half as much."""
+    recording.keep(record(gpu, 1e-4))
+    with FakeTensorMode():
+        q, column = torch.empty(2, 9, 16, device="cuda"), torch.empty(2, 9, 1, device="cuda")
+        names = ("query", "key", "value", "mean")
+        answered = {n: torch.empty(2, 9, 16, device="cuda") for n in names}
+        for n in ("log_normalizer", "entropy", *EXTRAS):
+            answered[n] = torch.empty(2, 9, 1, device="cuda")
+    qkv = dict.fromkeys(names[:3], q)
+    asked = []
+
+    def answer(name, out):
+        return lambda *_, **__: asked.append(name) or out
+
+    monkeypatch.setattr(fused, "forward", answer("fused forward", (q, column)))
+    monkeypatch.setattr(fused, "backward", answer("fused gradient", answered))
+    for name in ("forward", "tangent", "gradient"):
+        monkeypatch.setattr(answers, name, answer(name, answered))
+    known = {**qkv, "mean": q, "log_normalizer": column}
+    forward(Options(), qkv)
+    pullback(Options(), known, {"mean": q}, tuple(qkv))
+    assert asked == ["fused forward", "fused gradient"]
+    asked.clear()
+    forward(Options(entropy=True), qkv)
+    pullback(Options(), known, {"mean": q, "log_normalizer": column}, tuple(qkv))
+    pushforward(Options(), known, qkv)
+    assert asked == ["forward", "gradient", "tangent"]
+    assert engines.fused_first(GPU)
+    with engines.engine("torch"):  # an engine that was asked for
+        assert not engines.fused_first(GPU)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"checks": 3}', '{"checks": []}'])
 def test_a_damaged_record_is_no_record(gpu, text):
     path = recording.keep(record(gpu, 0.0))
@@ -159,10 +221,10 @@ def test_a_jvp_is_expected_to_take_five_forward_passes_where_products_decide():
 
 def test_the_page_says_what_wrote_it():
     line = Line("cuda:80", "float32", 64, "rows", "64x32/32/8/1", True, 5, 170, 0, 8192, True)
-    page = markdown([line], "cumulant bench gpu --every-launch 64 -o gpu.md")
-    assert "Written by `cumulant bench gpu --every-launch 64 -o gpu.md`" in page
+    page = markdown([line], "cumulant bench gpu --width 64 -o gpu.md")
+    assert "Written by `cumulant bench gpu --width 64 -o gpu.md`" in page
     row = "| cuda:80 | float32 | 64 | `rows` | 64x32/32/8/1 | 5 | 170 | 0 | 8192 | yes |"
     assert row in page
     assert "those not listed were not compiled" in page
-    with pytest.raises(InputError, match="--every-launch must be one of 32, 64, 128, 256, not 7"):
-        compile_all(every_launch=[7])
+    with pytest.raises(InputError, match="--width must be one of 32, 64, 128, 256, not 7"):
+        compile_all(widths=[7])

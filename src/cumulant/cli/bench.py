@@ -191,20 +191,14 @@ def gpu(
         list[int] | None,
         typer.Option(help="Head dimension, 32, 64, 128 or 256; repeat for more. Default: all."),
     ] = None,
-    every_launch: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="WIDTH",
-            help="A head dimension to compile for every call, not the hungriest; repeat for more.",
-        ),
-    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Compile every Triton kernel in every tile of the table, without a GPU; expected costs.
 
     Exits with 1 if a kernel spills registers or needs more shared memory than the GPU has. All of
-    it takes about five minutes on an idle core; Triton keeps what it compiled in its own cache.
+    it takes about half an hour on an idle core; an interrupted run resumes, since Triton keeps what
+    it compiled.
     """
     if importlib.util.find_spec("triton") is None:
         raise InputError("cumulant bench gpu compiles with Triton: pip install triton.")
@@ -212,9 +206,9 @@ def gpu(
         destination(output)
     page = import_module("cumulant.lab.bench.gpu_page")
     with Shown("compiling") as progress:
-        rows = page.compile_all(target, width, every_launch=every_launch or (), progress=progress)
+        rows = page.compile_all(target, width, progress=progress)
     if output is not None:
-        options = {"target": target, "width": width, "every-launch": every_launch}
+        options = {"target": target, "width": width}
         given = [f" --{name} {x}" for name, xs in options.items() for x in xs or ()]
         write_file(output, page.markdown(rows, f"cumulant bench gpu{''.join(given)} -o {output}"))
     if as_json:

@@ -170,7 +170,11 @@ def _validate(as_json: bool) -> None:
         for c in failed:
             typer.echo(f"wrong: {c.name}: error {c.error:.1e}, at most {c.tolerance:.0e}")
         typer.echo(f"{len(record.checks) - len(failed)} of {len(record.checks)} checks passed.")
-        verdict = "used by default on this GPU" if gpu else "right in Triton's interpreter"
+        verdict = (
+            "used by default on this GPU where torch's own attention does not do"
+            if gpu
+            else "right in Triton's interpreter"
+        )
         refused = "used only where cm.engine('triton') asks for it; please report this"
         typer.echo(f"The engine triton is {verdict if record.passed else refused}. Kept in {path}")
     if failed:

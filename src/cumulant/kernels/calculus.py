@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cumulant.kernels import formulas, fused
-from cumulant.kernels.engines import compiled, narrowed
+from cumulant.kernels.engines import compiled, fused_first, narrowed
 from cumulant.kernels.formulas import INDEX, with_scale
 from cumulant.kernels.streaming import ORDER, Options, grid_of
 from cumulant.kernels.tiles import Arguments, Named, Program, Result, Shortcut, tile_sum
@@ -83,19 +83,26 @@ def pushforward(options: Options, arguments: Named, tangents: Named) -> list[Ten
 
 
 def _asking(question: str, options: Options, kept: Named | None = None) -> Shortcut:
-    """Tried before the tiles: known results, then the compiled engine, then torch's fused one."""
+    """Tried before the tiles: known results, then the compiled engine, then torch's fused one.
+
+    On CUDA torch's goes before the engine (``engines.fused_first``).
+    """
 
     def run(program: Program, arguments: Named) -> Arguments | None:
         out = None
         if kept is not None:
             out = _kept_gradient(program, arguments)
             arguments = {n: x for n, x in arguments.items() if not n.startswith("kept ")}
+        fuses = out is None and question == "gradient" and kept is None
+        first = fuses and fused_first(arguments["query"].device)
+        if first:
+            out = _fused_backward(program, arguments, options=options)
         if out is None and (engine := compiled(arguments["query"].device)) is not None:
             ask = {"tangent": engine.tangent, "gradient": engine.gradient}
             answer = ask.get(question, engine.curvature)
             given = narrowed(engine, arguments, options.narrow)
             out = answer(program, given, scale=options.scale, rate=options.dropout)
-        if out is None and question == "gradient" and kept is None:
+        if out is None and fuses and not first:
             out = _fused_backward(program, arguments, options=options)
         return out
 

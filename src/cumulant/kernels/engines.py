@@ -26,7 +26,7 @@ from cumulant.kernels.native.library import Missing, library
 from cumulant.kernels.tiles import Arguments, Band, Named, Program
 from cumulant.kernels.triton.recording import recorded, validated
 
-__all__ = ["Engine", "Status", "compiled", "engine", "engines", "narrowed"]
+__all__ = ["Engine", "Status", "compiled", "engine", "engines", "fused_first", "narrowed"]
 
 
 class Engine(Protocol):
@@ -125,7 +125,8 @@ def engine(name: str) -> Generator[None]:
     """Select one engine in this context (thread or task), for tests and bisecting.
 
     By default the fastest engine that supports a call computes it; on a GPU that is "triton" once
-    its self-test has passed there (``cumulant doctor --self-test``). Calls that "native" does not
+    its self-test has passed there (``cumulant doctor --self-test``), except for values and first
+    gradients that torch's own operators take. Calls that "native" does not
     support (derivatives of third order and higher, other devices) still go to the torch tiles.
 
     Args:
@@ -173,6 +174,14 @@ def compiled(device: torch.device | None = None) -> Engine | None:
     except Missing:
         return None
     return cast(Engine, answers)
+
+
+def fused_first(device: torch.device) -> bool:
+    """Whether torch's fused operators go before the engine, where they take a call.
+
+    On CUDA they do unless an engine was asked for: their gradient takes 5 products, Triton's 9.
+    """
+    return device.type == "cuda" and _asked.get() is None
 
 
 _VECTORS = ("query", "key", "value", "mean")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.core.typed import functions, linalg
 from cumulant.kernels import formulas, fused
-from cumulant.kernels.engines import compiled, narrowed
+from cumulant.kernels.engines import compiled, fused_first, narrowed
 from cumulant.kernels.formulas import INDEX
 from cumulant.kernels.merge import Pool
 from cumulant.kernels.ring import Ring
@@ -214,9 +214,18 @@ def forward(options: Options, arguments: Named) -> list[Tensor]:
 
 def _computed(options: Options, arguments: Named) -> list[Tensor]:
     """By the first engine that supports the call."""
-    out = _compiled_forward(options, arguments)
-    if out is None and not options.entropy:
-        out = fused.forward(arguments, options.scale, options.band, options.narrow)
+
+    def by_fused() -> Sequence[Tensor] | None:
+        if options.entropy:
+            return None
+        return fused.forward(arguments, options.scale, options.band, options.narrow)
+
+    first = fused_first(arguments["query"].device)
+    out = by_fused() if first else None
+    if out is None:
+        out = _compiled_forward(options, arguments)
+    if out is None and not first:
+        out = by_fused()
     return _stream(options, arguments) if out is None else list(out)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cumulant.kernels.tiles import Band, Program, Result
+from cumulant.kernels.tiles import Band, Named, Program, Result
 from cumulant.kernels.triton import answers, sums
 from cumulant.kernels.triton.blocks import Blocks, candidates
 from cumulant.kernels.triton.tile import Measure, tile_of
@@ -70,58 +70,92 @@ class Usage:
         return self.spilled == 0 and self.shared <= target.shared
 
 
-def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iterator[Launch]:
-    """Every launch of the four questions, with everything asked for, under a causal band.
+# What a call has, from the least to the most. Fewer arguments can need more registers: the
+# assembler then trades them for programs that run at the same time.
+_CALLS = ("plain", "everything", "softcap")
 
-    With `pairs` there are a bias, a mask and dropout as well.
+
+def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iterator[Launch]:
+    """Every launch of the four questions under a causal band: plain calls, and with everything.
+
+    A plain call has no bias, no dropout, no entropy and one cotangent, that of the mean; with
+    `pairs` it has a mask, and calls with everything have a bias, a mask and dropout as well, then a
+    softcap beside them for the questions that take one. The gradient of the entropy is asked for
+    with the softcap and where there are no `pairs`.
     """
+    for call in _CALLS if pairs else _CALLS[:2]:
+        yield from _recorded(d, e, dtype, call, pairs=pairs)
+
+
+def _recorded(d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool) -> list[Launch]:
     made: list[Launch] = []
     question = ""
 
     def record(kernel: str, _: object, given: Sequence[Any], **__: int) -> None:
-        made.append(Launch(question, kernel, given[0], given[1:], (d, e), pairs))
-
-    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(2, 4, *shape, dtype=kind)
-
-    m = 256
-    measure = {"query": tensor(m, d), "key": tensor(m, d), "value": tensor(m, e)}
-    along = {n: x.clone() for n, x in measure.items()}
-    rate = 0.0
-    if pairs:  # a bias is float32 beside vectors of any type
-        along["bias"] = tensor(m, m, kind=torch.float32)
-        measure |= {"bias": along["bias"].clone(), "mask": tensor(m, m, kind=torch.bool)}
-        measure["seed"], rate = tensor(1, 1, kind=torch.int32), 0.1
-    level = {"log_normalizer": tensor(m, 1, kind=torch.float32)}
-    seeds = {"cotangent mean": tensor(m, e), "cotangent log_normalizer": level["log_normalizer"]}
-    band, options = Band(upper=0), {"scale": 0.125, "rate": rate}
-
-    def program(**results: Tensor) -> Program:
-        wanted = tuple(Result(n, "i", tuple(x.shape)) for n, x in results.items())
-        return Program(lambda *_: {}, {}, wanted, (m, m), band, whole_rows=True)
+        made.append(Launch(f"{question}, {call}", kernel, given[0], given[1:], (d, e), pairs))
 
     kept = answers.launch, answers.choose
     tile = Blocks(32, 32, 32, 4, 1, "ieee")  # any will do: `compile_launch` sets another
     answers.launch, answers.choose = record, lambda *_, **__: tile
     try:
-        question = "forward"
-        fields = ("entropy", "score_mean", "score_variance", "score_max")
-        answers.forward(measure, band=band, fields=fields, **options)
-        question = "tangent"
-        rows = {"mean": tensor(m, e), "entropy": tensor(m, 1), **level}
-        moved = {f"tangent {n}": x for n, x in along.items()}
-        answers.tangent(program(**rows), {**measure, **level, **moved}, **options)
-        question = "gradient"
-        primal = {n: measure[n] for n in ("query", "key", "value")}
-        pulled = program(**primal, bias=tensor(m, m, kind=torch.float32))
-        answers.gradient(pulled, {**measure, **level, **seeds}, **options)
-        question = "curvature"
-        second = {f"second {n}": x for n, x in along.items()}
-        both = program(**primal, **seeds, bias=tensor(m, m, kind=torch.float32))
-        answers.curvature(both, {**measure, **level, **seeds, **second}, **options)
+        for name, ask in _questions(d, e, dtype, call, pairs=pairs).items():
+            question = name
+            ask()
     finally:
         answers.launch, answers.choose = kept
-    yield from made
+    return made
+
+
+def _questions(
+    d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool
+) -> dict[str, Callable[[], object]]:
+    """The questions of such a call; none is answered, since launches are recorded."""
+    m, full = 256, call != "plain"
+    band, options = Band(upper=0), {"scale": 0.125, "rate": 0.1 if full and pairs else 0.0}
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(2, 4, *shape, dtype=kind)
+
+    def program(results: Named) -> Program:
+        wanted = tuple(Result(n, "i", tuple(x.shape)) for n, x in results.items())
+        return Program(lambda *_: {}, {}, wanted, (m, m), band, whole_rows=True)
+
+    column, square = (tensor(m, n, kind=torch.float32) for n in (1, m))
+    vectors = {"query": tensor(m, d), "key": tensor(m, d), "value": tensor(m, e)}
+    measure = dict(vectors)
+    if pairs:
+        measure["mask"] = tensor(m, m, kind=torch.bool)
+    if pairs and full:
+        measure |= {"bias": square, "seed": tensor(1, 1, kind=torch.int32)}
+    if call == "softcap":
+        measure["cap"] = torch.ones(1, 1, 1, 1)
+    along = {**vectors, **({"bias": square} if "bias" in measure else {})}
+    known = {**measure, "log_normalizer": column}
+    rows = {"mean": tensor(m, e), "log_normalizer": column}
+    seeds = {"cotangent mean": tensor(m, e)}
+    wanted = dict(vectors)
+    heat = {"cotangent entropy": column} if full and (call == "softcap" or not pairs) else {}
+    fields: tuple[str, ...] = ()
+    if full:
+        rows["entropy"], wanted["bias"] = column, square
+        seeds["cotangent log_normalizer"] = column
+        fields = ("entropy", "score_mean", "score_variance", "score_max")
+    pushed, second = ({f"{p} {n}": x for n, x in along.items()} for p in ("tangent", "second"))
+    scored = {n: x for n, x in measure.items() if n != "value"}
+    found: dict[str, Callable[[], object]] = {
+        "forward": lambda: answers.forward(measure, band=band, fields=fields, **options),
+        "tangent": lambda: answers.tangent(program(rows), {**known, **pushed}, **options),
+        "gradient": lambda: answers.gradient(
+            program(wanted), {**known, **seeds, **heat}, **options
+        ),
+        "curvature": lambda: answers.curvature(
+            program({**wanted, **seeds}), {**known, **seeds, **second}, **options
+        ),
+    }
+    if full:
+        top = ("score_max", "top")
+        found["search"] = lambda: answers.forward(scored, band=band, fields=top, **options)
+    return found
 
 
 def compile_launch(launch: Launch, b: Blocks, target: Target) -> Usage:
@@ -185,20 +219,11 @@ class Compiled:
         return self.usage.fits(TARGETS[self.target])
 
 
-def compile_table(
-    target: str, dtype: torch.dtype, width: int, *, every_launch: bool = False
-) -> Iterator[Compiled]:
-    """Every tile of one line of the table for the kernel's last launch, or for all of them.
-
-    The last is the curvature's, mostly the hungriest, with a bias, a mask and dropout if the tile
-    is to take them.
-    """
+def compile_table(target: str, dtype: torch.dtype, width: int) -> Iterator[Compiled]:
+    """Every tile of one line of the table for every launch that may use it."""
     for pairs in (False, True):
-        made = list(launches(width, width, dtype, pairs=pairs))
-        last = {launch.kernel: launch for launch in made}
-        for launch in made if every_launch else last.values():
+        for launch in launches(width, width, dtype, pairs=pairs):
             for b in candidates(launch.kernel, width, dtype, target, pairs=pairs):
-                if every_launch or b.pairs == pairs:
-                    usage = compile_launch(launch, b, TARGETS[target])
-                    name = str(dtype).removeprefix("torch.")
-                    yield Compiled(target, name, width, launch, b, usage)
+                usage = compile_launch(launch, b, TARGETS[target])
+                name = str(dtype).removeprefix("torch.")
+                yield Compiled(target, name, width, launch, b, usage)

@@ -3,9 +3,10 @@
 
 For every target, type, head dimension and kernel it walks down a list from the tiles that reuse
 most to those that need fewest registers, and keeps the first that spills nothing in any launch of
-the kernel with a bias, a mask and dropout. (The curvature's is mostly the hungriest, but the
-tangent's of `means` can be hungrier.) A line may list more tiles,
-for ``tuning.py`` to choose from; one without "+" serves calls that have none of the three. What is
+the kernel (``compiling.launches``). No launch stands for the others: where a kernel needs about a
+half or a third of the registers, NVIDIA's assembler may spill a few bytes to run more programs at a
+time, and plain calls come close to that as others do not. A line may list more tiles, for
+``tuning.py`` to choose from; one without "+" serves calls that have none of the three. What is
 already in the file is kept, so an interrupted search resumes. ``cumulant bench gpu`` compiles every
 tile for every launch that may use it.
 """
@@ -59,8 +60,10 @@ def _list(target: str, dtype: torch.dtype, width: int, kernel: str) -> Iterator[
 
 
 def search(target: str, dtype: torch.dtype, width: int, kernel: str) -> list[Blocks]:
-    """The first tile that fits every launch of the kernel with a bias, a mask and dropout."""
-    loaded = [x for x in launches(width, width, dtype, pairs=True) if x.kernel == kernel]
+    """The first tile that fits every launch of the kernel; of the launches, the fullest first."""
+    kind = torch.bfloat16 if dtype == torch.float16 else dtype  # needs a little more on AMD's GPUs
+    every = [x for pairs in (False, True) for x in launches(width, width, kind, pairs=pairs)]
+    loaded = [x for x in every if x.kernel == kernel]
     gpu = TARGETS[target]
     fitting = (
         b
