@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,14 @@ def keep(browser: Browser, tmp_path: Path, name: str, *, whole: bool = True) -> 
     if folder := os.environ.get("CUMULANT_SCREENSHOTS"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, folder)
+
+
+def serious(browser: Browser) -> list[list[str]]:
+    """What axe finds wrong with the page as it is that would stop somebody: rule and element."""
+    axe = files("axe_playwright_python") / "axe.min.js"
+    browser.run(axe.read_text(encoding="utf-8") + ";0")
+    return browser.run(
+        "axe.run(document, { resultTypes: ['violations'] }).then(r => r.violations"
+        ".filter(v => ['serious', 'critical'].includes(v.impact))"
+        ".flatMap(v => v.nodes.map(n => [v.id, n.html.slice(0, 200)])))"
+    )

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cumulant.lab.bench.front import FRONT, table
+from cumulant.lab.bench.timing import short
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,19 +30,20 @@ def test_readme_snippets_run_in_order():
     assert x.grad.isfinite().all()
 
 
-def test_readme_table_is_what_was_measured():
-    """Ratios of the table are those of the pages they come from, rounded."""
-    rows = [x.split("|") for x in (ROOT / "README.md").read_text().splitlines() if x[:1] == "|"]
-    cells = [row for row in rows if len(row) == 7 and "---" not in row[1]][1:]
-    assert len(cells) > 10
-    measured: set[float] = set()
-    for page in (ROOT / "docs" / "benchmarks").glob("*.md"):
-        for line in page.read_text().splitlines():
-            measured |= {float(x) for x in re.findall(r"\b\d+\.\d+\b", line)}
-    for _, _, _, time, memory, _, _ in cells:
-        for ratio in re.findall(r"\d+\.\d+", time + memory):
-            digits = len(ratio.split(".")[1])
-            assert any(round(m, digits) == float(ratio) for m in measured), ratio
+def test_readme_and_report_compare_at_the_same_shapes():
+    """The README's table is `FRONT`, which the report measures; ratios are those of the pages."""
+    assert table() in (ROOT / "README.md").read_text()
+    report = (ROOT / "src" / "cumulant" / "lab" / "report" / "gathering.py").read_text()
+    assert "front.run(" in report
+    assert "threads=1" in report
+    for line in FRONT:
+        page = (ROOT / "docs" / "benchmarks" / f"{line.bench}.md").read_text()
+        # The section measured on one thread; it is the whole page where there is but one.
+        parts = [x for x in re.split(r"^## ", page, flags=re.MULTILINE) if ", 1 thread," in x]
+        rows = [[c.strip() for c in row.split("|")] for x in parts for row in x.splitlines()]
+        named = [line.shape, line.quantity, line.against]
+        found = [r[6] for r in rows if r[1:4] == named and r[4].endswith(f" {line.unit}")]
+        assert short(line.recorded) in found, line
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 import cumulant as cm
-from browser import Browser
+from browser import Browser, serious
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_curves_are_drawn_for_all_layers_and_for_one(browser, curves, width):
     assert browser.run(count) == 6 * 3  # five figures and the loss, three steps
     assert browser.run(NARROW)
     assert browser.errors == []
+    assert serious(browser) == []
     browser.choose("curve-layer", "1")
     assert browser.run(count) == 6 * 3
     assert "layer 1" in browser.run("document.getElementById('curve-meaning').textContent")
@@ -75,6 +76,7 @@ def test_patches_are_drawn_on_the_picture(browser, picture, width):
     ).startswith("data:image/png;base64,")
     assert browser.run(NARROW)
     assert browser.errors == []
+    assert serious(browser) == []
     browser.choose("picture-layer", "1")
     browser.choose("picture-head", "0")
     browser.choose("picture-statistic", "entropy")

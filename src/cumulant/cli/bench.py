@@ -141,11 +141,13 @@ def _command(name: str, title: str) -> Callable[..., None]:
         import torch
 
         before = torch.get_num_threads()
-        torch.set_num_threads(before if threads is None else threads)
-        run = import_module(f"cumulant.lab.bench.{name}").run
+        module = import_module(f"cumulant.lab.bench.{name}")
+        torch.set_num_threads(getattr(module, "THREADS", threads or before))
         options = " --quick" * quick + (f" --threads {threads}" if threads else "")
         try:
-            _measure(f"cumulant bench {name}{options}", title, run, rounds, quick, as_json, output)
+            told = (f"cumulant bench {name}{options}", title)
+            how = getattr(module, "HOW", None)
+            _measure(*told, module.run, rounds, quick, as_json, output, how)
         finally:
             torch.set_num_threads(before)
 
@@ -227,13 +229,14 @@ def _measure(
     quick: bool,
     as_json: bool,
     output: Path | None,
+    how: str | None = None,
 ) -> None:
     """Check, measure with a progress bar, print or write."""
     if rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {rounds}.")
     if output is not None:
         destination(output)  # before the work, not after it
-    from cumulant.lab.bench.timing import load, machine, markdown
+    from cumulant.lab.bench.timing import MEDIANS, load, machine, markdown
 
     busy = load()
     with Shown("measuring") as progress:
@@ -243,7 +246,7 @@ def _measure(
             typer.echo("cumulant: interrupted; nothing was written", err=True)
             raise typer.Exit(130) from None
     if output is not None:
-        write_file(output, markdown(title, command, rows, aims=not quick, busy=busy))
+        write_file(output, markdown(title, command, rows, not quick, busy, how or MEDIANS))
     if as_json:
         report = {"machine": machine(), "load": busy, "rows": [r.as_dict() for r in rows]}
         typer.echo(json.dumps(report, indent=2))

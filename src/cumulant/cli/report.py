@@ -27,7 +27,7 @@ def report(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Small experiments and one benchmark; takes a minute and a half."
+            "--quick", help="Small experiments and the shortest benchmarks; takes two minutes."
         ),
     ] = False,
     seed: Annotated[

@@ -208,6 +208,15 @@ function plot(name, draw) {
   return () => draw(box, drawing.width);
 }
 
+// A formula that is wider than the window scrolls, so the keyboard must reach it; others are no stop.
+const scrolls = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    if (target.scrollWidth > target.clientWidth + 1) target.setAttribute("tabindex", 0);
+    else target.removeAttribute("tabindex");
+  }
+});
+for (const box of document.querySelectorAll(".formula, .derivation")) scrolls.observe(box);
+
 const themeButton = byId("theme"), whenThemed = [];
 function theme(next) {
   const dark = next ? next === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

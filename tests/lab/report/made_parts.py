@@ -93,7 +93,7 @@ def benchmarks() -> dict[str, Any]:
         {
             **{"bench": bench, "shape": f"{2**k} x 64", "quantity": f"step {k}"},
             **{"against": "plain torch", "amount": 4.0 * ratio, "baseline": 4.0},
-            **{"ratio": ratio, "unit": "ms"},
+            **{"ratio": ratio, "recorded": 0.9 * ratio, "unit": "ms"},
         }
         for bench, found in ratios.items()
         for k, ratio in enumerate(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from cumulant.cli import main
 from cumulant.core.errors import InputError
 from cumulant.core.journal import Journal
+from cumulant.lab.bench import front, timing
+from cumulant.lab.bench.timing import Row
 from cumulant.lab.claims import select
 from cumulant.lab.report import gathering
 
@@ -21,12 +24,13 @@ def few(monkeypatch):
     monkeypatch.setattr(gathering, "select", lambda: select(["T4", "T17"]))
     made = []
 
-    def bench(name, progress):
-        made.append(f"bench {name}")
-        row = {"shape": "4 x 4", "quantity": "attention", "against": "SDPA", "unit": "ms"}
-        return {"rows": [{"bench": name, **row, "amount": 2.0, "baseline": 4.0, "ratio": 0.5}]}
+    def measure(*, rounds, quick, progress, notes):
+        made.append(quick)
+        line = gathering.front.FRONT[0]
+        named = (line.shape, line.quantity, line.against)
+        return [Row(*named, 2.0, 4.0, 0.5, math.inf)]
 
-    monkeypatch.setattr(gathering, "_bench", bench)
+    monkeypatch.setattr(gathering.front, "run", measure)
     return made
 
 
@@ -51,7 +55,7 @@ def test_one_file_with_everything(few, monkeypatch, capsys, tmp_path):
     for part in ("T17", "Darwin", "turbulent", "all-MiniLM-L6-v2", "<math", "calculus"):
         assert part in text, part
     assert text.count("<svg") >= 2
-    assert few == ["bench calculus"]
+    assert few == [True]
     names = sorted(p.name for p in page.parent.iterdir())
     assert names == ["claims", "lens", "report.html"]
 
@@ -85,13 +89,19 @@ def test_what_cannot_be_made_is_noted(few, monkeypatch, capsys, tmp_path):
         raise InputError("models are loaded by transformers, which is missing.")
 
     monkeypatch.setattr(gathering, "load", load)
-    monkeypatch.setattr(gathering, "_bench", lambda name, _: {"note": f"{name} is left out."})
+
+    def skipped(*, rounds, quick, progress, notes):
+        notes.append("The benchmark filtering was skipped: no filterpy")
+        return []
+
+    monkeypatch.setattr(gathering.front, "run", skipped)
     code, said, _ = run(monkeypatch, capsys, "-o", tmp_path)
     assert code == 0
     assert "The lens was skipped: models are loaded by transformers" in " ".join(said.split())
     page = (tmp_path / "report.html").read_text()
     assert "The lens was skipped" in page
-    assert "calculus is left out." in page
+    assert "no filterpy" in page
+    assert 'id="benchmarks"' not in page
 
 
 def test_a_folder_that_cannot_be(few, monkeypatch, capsys, tmp_path):
@@ -109,10 +119,40 @@ def test_damaged_work_is_done_again(few, monkeypatch, capsys, tmp_path):
 
 
 def test_benchmarks_say_why_they_are_missing(monkeypatch):
-    bench = gathering._bench
-    monkeypatch.setattr(
-        gathering, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no filterpy"))
-    )
-    assert bench("filtering", lambda *told: None) == {
-        "note": "The benchmark filtering was skipped: no filterpy"
-    }
+    def missing(name):
+        raise ImportError("no filterpy")
+
+    monkeypatch.setattr(front, "import_module", missing)
+    notes: list[str] = []
+    assert front.run(rounds=1, quick=True, notes=notes) == []
+    assert "The benchmark filtering was skipped: no filterpy" in notes
+    with pytest.raises(ImportError):
+        front.run(rounds=1, quick=True)
+
+
+def test_other_programs_are_seen_and_told(monkeypatch):
+    """One processor that others kept busy for ten seconds, of ten that passed."""
+    now = iter([(0.0, 0.0, 0.0), (10.0, 14.0, 4.0), (20.0, 24.0, 14.0)])
+    monkeypatch.setattr(timing.Others, "_now", staticmethod(lambda: next(now)))
+    others = timing.Others()
+    assert others.processors == pytest.approx(1.0)
+    monkeypatch.setattr(timing.Others, "_now", staticmethod(lambda: (10.0, 14.0, 4.0)))
+    assert "Other programs kept 1.0 of" in others.note()
+    monkeypatch.setattr(timing.Others, "_now", staticmethod(lambda: (10.0, 4.2, 4.0)))
+    assert others.note() == ""
+    monkeypatch.setattr(timing.Others, "_now", staticmethod(lambda: None))
+    assert others.processors is None
+    assert others.note() == ""
+
+
+def test_the_front_page_measures_what_it_names():
+    """Every row has a group, at its shape, with cases of these names."""
+    for line in front.FRONT:
+        groups = [g for g in front._GROUPS if (g.bench, g.shape) == (line.bench, line.shape)]
+        assert groups or line.unit == "MB", line
+
+
+def test_the_fastest_rounds_are_compared():
+    seconds = {"ours": [3.0, 1.0, 2.0], "theirs": [9.0, 4.0, 5.0]}
+    row = timing.fastest(seconds, "shape", "ours", "theirs")
+    assert (row.amount, row.baseline, row.ratio) == (1000.0, 4000.0, 0.25)

@@ -15,7 +15,7 @@ import torch
 from made_parts import entry, ledger, made_parts, series
 
 import cumulant as cm
-from browser import CONTRAST, Browser, keep
+from browser import CONTRAST, Browser, keep, serious
 from cumulant.core.errors import InputError
 from cumulant.lab.report import Parts, render
 
@@ -119,6 +119,14 @@ def test_text_is_readable(browser, page, dark):
     *poor, (checked, _, _) = browser.run(CONTRAST)
     assert checked > 300
     assert poor == []
+
+
+@pytest.mark.parametrize("width", [380, 800, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing_serious(browser, page, width, dark):
+    browser.open(page, width=width, dark=dark)
+    open_all(browser)
+    assert serious(browser) == []
 
 
 def test_formulas_are_typeset(browser, page):

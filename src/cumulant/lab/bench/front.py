@@ -16,19 +16,29 @@ import torch
 from cumulant.core.errors import InputError
 from cumulant.core.progress import ProgressCallback, counted
 from cumulant.lab.bench.peak import growth
-from cumulant.lab.bench.timing import Row, clock, fastest, interleave
+from cumulant.lab.bench.timing import Row, clock, fastest, interleave, short
 
-__all__ = ["FRONT", "Line", "run"]
+__all__ = ["FRONT", "HOW", "THREADS", "Line", "run", "table"]
+
+THREADS = 1
+HOW = (
+    "Each time is the fastest of a few rounds in turn, in CPU time, and each ratio that of the "
+    "fastest; below 1, ours is better."
+)
 
 Cases = dict[str, Callable[[], object]]
 _SMALL, _LONG = "(1, 8, 1024, 64)", "(1, 1, 16384, 64)"
 
 
 class Line(NamedTuple):
-    """A row of the README: in its words, and in those of the benchmark's own page."""
+    """A row of the README: in its words, and in those of the benchmark's own page.
+
+    ``recorded`` is the ratio in ``docs/benchmarks``, measured on one thread.
+    """
 
     says: str
     alternative: str
+    recorded: float
     bench: str
     shape: str
     quantity: str
@@ -50,75 +60,97 @@ _TWICE = "forward+backward+double backward"
 _TANGENTS = "JVP, all tangents"
 
 FRONT: tuple[Line, ...] = (
-    Line("attention forward", _ATTENTION, "calculus", _SMALL, "attention forward", "SDPA forward"),
     Line(
-        *("plus G, entropy, variance and maximum of the scores", "its forward pass"),
+        *("attention forward", _ATTENTION, 0.45),
+        *("calculus", _SMALL, "attention forward", "SDPA forward"),
+    ),
+    Line(
+        *("plus G, entropy, variance and maximum of the scores", "its forward pass", 0.56),
         *("calculus", _SMALL, _SUMS, "SDPA forward"),
     ),
     Line(
-        *("forward + backward", _ATTENTION, "calculus", _SMALL),
-        *("attention forward+backward", "SDPA forward+backward"),
+        *("forward + backward", _ATTENTION, 0.44),
+        *("calculus", _SMALL, "attention forward+backward", "SDPA forward+backward"),
     ),
     Line(
-        *("JVP, all tangents, which torch's fused attention lacks", "its forward pass"),
+        *("JVP, all tangents, which torch's fused attention lacks", "its forward pass", 1.58),
         *("calculus", _SMALL, _TANGENTS, "SDPA forward"),
     ),
     Line(
-        *("the same", "the scores alone", "calculus", _LONG),
-        *(_TANGENTS, "the scores alone", "MB"),
+        *("the same", "one matrix of scores", 0.016),
+        *("calculus", _LONG, _TANGENTS, "the scores alone", "MB"),
     ),
     Line(
-        *("JVP, all tangents", _MATH, "calculus", "(1, 8, 4096, 64)"),
-        *(_TANGENTS, "math backend, all tangents"),
+        *("JVP, all tangents", _MATH, 0.14),
+        *("calculus", "(1, 8, 4096, 64)", _TANGENTS, "math backend, all tangents"),
     ),
     Line(
-        *("forward, backward and double backward", _MATH, "calculus", "(1, 8, 4096, 64)"),
-        *(_TWICE, f"math backend, {_TWICE}"),
+        *("forward, backward and double backward", _MATH, 0.19),
+        *("calculus", "(1, 8, 4096, 64)", _TWICE, f"math backend, {_TWICE}"),
     ),
     Line(
-        *("loss over a vocabulary", "cross-entropy of the logits", "vocabulary"),
-        *("4096 x 32000 x 512", "linear_cross_entropy", "whole logits"),
+        *("loss over a vocabulary", "cross-entropy of the logits", 0.51),
+        *("vocabulary", "4096 x 32000 x 512", "linear_cross_entropy", "whole logits"),
     ),
     Line(
-        *("the same", "cross-entropy of the logits", "vocabulary"),
-        *("4096 x 32000 x 512", "linear_cross_entropy", "whole logits", "MB"),
-    ),
-    Line("InfoNCE", _FULL, "contrastive", "4096 x 256", "info_nce", "full matrix"),
-    Line(
-        *("the same, symmetric", _FULL, "contrastive", "4096 x 256"),
-        *("info_nce, symmetric", "full matrix"),
+        *("the same", "cross-entropy of the logits", 0.053),
+        *("vocabulary", "4096 x 32000 x 512", "linear_cross_entropy", "whole logits", "MB"),
     ),
     Line(
-        *("Hopfield retrieval", "the layer in plain torch", "memory"),
-        *("4096 in 16384 x 64", "retrieve", "plain torch"),
+        *("InfoNCE", _FULL, 0.58),
+        *("contrastive", "4096 x 256", "info_nce", "full matrix"),
     ),
     Line(
-        *("IMM on one series, all fields", "filterpy's IMM", "filtering"),
-        *("500 steps, 3 modes, 4 states", "IMM, one series, all fields"),
+        *("the same, symmetric", _FULL, 0.49),
+        *("contrastive", "4096 x 256", "info_nce, symmetric", "full matrix"),
+    ),
+    Line(
+        *("Hopfield retrieval", "the layer in plain torch", 0.35),
+        *("memory", "4096 in 16384 x 64", "retrieve", "plain torch"),
+    ),
+    Line(
+        *("IMM on one series, all fields", "filterpy's IMM", 0.007),
+        *("filtering", "500 steps, 3 modes, 4 states", "IMM, one series, all fields"),
         "filterpy IMM, one series",
     ),
     Line(
-        *("fitting two regimes", "statsmodels' `MarkovAutoregression`", "filtering"),
-        *("150 observations, 2 regimes", "fit, autoregression"),
+        *("fitting two regimes", "statsmodels' `MarkovAutoregression`", 0.08),
+        *("filtering", "150 observations, 2 regimes", "fit, autoregression"),
         "statsmodels MarkovAutoregression",
     ),
     Line(
-        *("1,024 links over 10,000 points", "a loop over scipy's `minimize`", "measures"),
-        *("1024 x 10000 x 32", "empirical link", "scipy, gradient, to 1e-10"),
+        *("1,024 links over 10,000 points", "a loop over scipy's `minimize`", 0.18),
+        *("measures", "1024 x 10000 x 32", "empirical link", "scipy, gradient, to 1e-10"),
     ),
     Line(
-        *("1,000 clouds of 64 points, 10 steps", "a loop over torch calls", "dynamics"),
-        *("1000 clouds of 64 x 3", "one batched call", "loop over F.sdpa"),
+        *("1,000 clouds of 64 points, 10 steps", "a loop over torch calls", 0.20),
+        *("dynamics", "1000 clouds of 64 x 3", "one batched call", "loop over F.sdpa"),
     ),
     Line(
-        *("lens: G, entropy, variances of a model", "the model's forward pass", "lens"),
-        *("MiniLM, 16 x 512", "G, entropy, variances", "sdpa forward"),
+        *("lens: G, entropy, variances of a model", "the model's forward pass", 1.14),
+        *("lens", "MiniLM, 16 x 512", "G, entropy, variances", "sdpa forward"),
     ),
     Line(
-        *("plus k90, classes, largest weights", _LENS, "lens"),
-        *("MiniLM, 16 x 512", "and k90, class, top key", "eager, output_attentions"),
+        *("plus k90, classes, largest weights", _LENS, 0.72),
+        *("lens", "MiniLM, 16 x 512", "and k90, class, top key", "eager, output_attentions"),
     ),
 )
+
+
+def table() -> str:
+    """The README's table of recorded ratios.
+
+    >>> print(table().splitlines()[2])
+    | attention forward | torch's fused attention | (1, 8, 1024, 64) | 0.45 | [calculus](...) |
+    """
+    rows = ["| | alternative | shape | ratio | page |", "|---|---|---|---|---|"]
+    for line in FRONT:
+        what = f"{line.says}, peak memory" if line.unit == "MB" else line.says
+        page = f"[{line.bench}](docs/benchmarks/{line.bench}.md)"
+        rows.append(
+            f"| {what} | {line.alternative} | {line.shape} | {short(line.recorded)} | {page} |"
+        )
+    return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -180,7 +212,7 @@ def run(
         notes: takes up what was skipped and why; without it a missing package is an error.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     try:
         groups = [g for g in _GROUPS if not (quick and g.long)]
         tick = counted(progress, sum(_count(g, rounds) for g in groups) + 3 * (not quick))

@@ -182,15 +182,36 @@ def aim(row: Row, stated: bool) -> str:
     return short(row.at_most) + ("" if row.met else " (missed)")
 
 
-def markdown(title: str, command: str, rows: list[Row], aims: bool = True, busy: str = "") -> str:
-    """The rows as a page for the docs; `busy` is what `load` said before the measurements."""
+MEDIANS = (
+    "Times are medians of interleaved rounds; each ratio is the median over rounds of two times of "
+    "the same round. Below 1, ours is better. On one thread, attention and the lens are measured "
+    "in CPU time."
+)
+
+
+def markdown(
+    title: str,
+    command: str,
+    rows: list[Row],
+    aims: bool = True,
+    busy: str = "",
+    how: str = MEDIANS,
+) -> str:
+    """The rows as a page for the docs.
+
+    Args:
+        title: of the page.
+        command: that measured them.
+        rows: as measured.
+        aims: whether to show what was hoped for.
+        busy: what `load` said before the measurements.
+        how: what the numbers are.
+    """
     lines = [
         f"# {title}",
         "",
         f"Measured by `{command}` on {machine()}{', ' + busy if busy else ''}.",
-        "Single precision unless stated otherwise. Times are medians of interleaved rounds; each "
-        "ratio is the median over rounds of two times of the same round. Below 1, ours is better. "
-        "On one thread, attention and the lens are measured in CPU time.",
+        f"Single precision unless stated otherwise. {how}",
         "",
         "| shape | quantity | against | ours | theirs | ratio | aim, at most |",
         "|---|---|---|---|---|---|---|",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from cumulant.filtering.model_files import example_files, read_model
 from cumulant.filtering.series import read_series
 from cumulant.filtering.smoothing import smooth
 from cumulant.filtering.tables import deviations, labels_of, summarize
-from cumulant.lab.bench.timing import machine
+from cumulant.lab.bench import front
+from cumulant.lab.bench.timing import Others, machine
 from cumulant.lab.claims.ledger import select, sources
 from cumulant.lab.claims.record import FIGURES, keeper
 from cumulant.lab.report.page import Parts
@@ -29,12 +29,11 @@ from cumulant.lens.examination import Examination
 from cumulant.lens.examining import examine
 from cumulant.lens.models import DEMO, load
 from cumulant.lens.texts import PASSAGE_SOURCE, passage
+from cumulant.pages import number
 
 __all__ = ["LOCK", "finish", "gather"]
 
 STATE, LOCK, LEDGER = "report.journal", ".report.lock", "claims"
-BENCHES = ("calculus", "measures", "dynamics", "memory", "contrastive", "filtering", "lens")
-
 OPTIONAL = ("matplotlib", "transformers", DEMO, "filterpy", "statsmodels")
 
 Content = dict[str, Any]
@@ -51,7 +50,7 @@ def gather(
     Args:
         folder: where the parts are kept.
         seed: of the experiments.
-        quick: small experiments, and the benchmark of attention alone.
+        quick: small experiments, and of the benchmarks those of milliseconds.
         version: of the library.
         progress: called before each piece of work.
     """
@@ -71,25 +70,21 @@ def gather(
         lens = None
         notes.append(f"The lens was skipped: {error}")
     series = kept.part("series", lambda: _series(progress))
-    chosen = BENCHES[:1] if quick else BENCHES
-    measured = [kept.part(f"bench {name}", lambda n=name: _bench(n, progress)) for name in chosen]
-    notes += [each["note"] for each in measured if "note" in each]
+    benchmarks = kept.part("benchmarks", lambda: _benchmarks(quick, progress))
+    notes += benchmarks["notes"]
     return Parts(
         ledger=ledger,
         figures=figures,
         lens=lens,
         series=series,
-        benchmarks={
-            "machine": machine(),
-            "rows": [row for each in measured for row in each.get("rows", ())],
-        },
+        benchmarks=benchmarks,
         run={
             "version": version,
             "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "seconds": round(time.monotonic() - started),
             "seed": seed,
             "experiments": "small" if quick else "full",
-            "benchmarks": "small shapes, three rounds",
+            "benchmarks": "those of the README, on one thread",
             "machine": machine(),
         },
         notes=notes,
@@ -185,23 +180,29 @@ def _series(progress: ProgressCallback) -> Content:
             f"Over {post.steps} quarters, {labels[0]} to {labels[-1]}, the regime is {rare.name} "
             f"{rare.share:.0%} of the time; the longest stretch is {labels[longest.first]} to "
             f"{labels[longest.last]}.",
-            f"The filter is GPB2, followed by a smoother; the log-likelihood is "
-            f"{float(post.log_likelihood):.2f}.",
+            "The filter is GPB2, followed by a smoother; the log-likelihood is "
+            f"{number(float(post.log_likelihood), 5)}.",
         ],
     }
 
 
-def _bench(name: str, progress: ProgressCallback) -> Content:
-    """Ratios of one benchmark at its small shapes, or why there are none."""
-
-    def named(now: Progress) -> None:
-        progress(replace(now, what=f"benchmark {name}: {now.what}"))
-
-    try:
-        rows = import_module(f"cumulant.lab.bench.{name}").run(rounds=3, quick=True, progress=named)
-    except (InputError, ImportError) as error:
-        return {"note": f"The benchmark {name} was skipped: {error}"}
-    told = [{"bench": name, **row.as_dict()} for row in rows]
-    for row in told:  # aims are meant for the full shapes
-        del row["at_most"], row["met"]
-    return {"rows": told}
+def _benchmarks(quick: bool, progress: ProgressCallback) -> Content:
+    """Ratios of the front page at its shapes, and what kept the machine busy meanwhile."""
+    others, notes = Others(), list[str]()
+    rows = front.run(
+        rounds=3,
+        quick=quick,
+        progress=lambda now: progress(replace(now, what=f"benchmarks: {now.what}")),
+        notes=notes,
+    )
+    return {
+        "machine": machine(threads=1),
+        "busy": others.note(),
+        "notes": notes,
+        "rows": [
+            {**row.as_dict(), "bench": line.bench, "recorded": line.recorded}
+            for line in front.FRONT
+            for row in rows
+            if line.of(row)
+        ],
+    }

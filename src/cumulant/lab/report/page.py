@@ -59,7 +59,8 @@ class Parts:
         series: a filtered series: ``title``, ``source``, ``dates``, ``observed``, ``mean``,
             ``low``, ``high``, ``modes``, ``probabilities`` (for each mode, over time),
             ``log_likelihood`` and ``sentences``.
-        benchmarks: ``machine`` and ``rows``, those of `bench.Row` with the name of their ``bench``.
+        benchmarks: ``machine``, ``busy`` (what disturbed the measurements, in words), and ``rows``,
+            those of `bench.Row` with the name of their ``bench`` and the ``recorded`` ratio.
         run: facts about how all this was made.
         notes: what could not be made, and why.
     """
@@ -95,6 +96,7 @@ def render(parts: Parts, folder: Path | None = None) -> str:
     links = Links((str(row["id"]) for row in rows), folder)
     entries = [shown(row, parts.figures.get(str(row["id"])), links) for row in rows]
     benchmarks = (parts.benchmarks or {}).get("rows", ())
+    busy = str((parts.benchmarks or {}).get("busy", ""))
     data: dict[str, Any] = {
         "series": series and _series(series),
         "benchmarks": [{k: shortened(v) for k, v in row.items()} for row in benchmarks],
@@ -118,7 +120,8 @@ def render(parts: Parts, folder: Path | None = None) -> str:
         "log_likelihood": number(series["log_likelihood"], 6) if series else "",
         "benchmarks": _grouped(benchmarks),
         "machine": (parts.benchmarks or {}).get("machine", ""),
-        "cost": _cost(benchmarks),
+        "busy": busy,
+        "cost": _cost(benchmarks, bool(busy)),
         "run": flat(parts.run),
         "notes": list(parts.notes),
     }
@@ -170,17 +173,23 @@ def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[str
     for row in rows:
         words = {name: str(row[name]) for name in ("shape", "quantity", "against")}
         amounts = {name: f"{number(row[name])} {row['unit']}" for name in ("amount", "baseline")}
-        cells = {**words, **amounts, "ratio": number(row["ratio"])}
+        ratios = {name: number(row[name]) for name in ("ratio", "recorded")}
+        cells = {**words, **amounts, **ratios}
         groups.setdefault(str(row["bench"]), []).append(cells)
     return list(groups.items())
 
 
-def _cost(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the ratios say, in a sentence."""
+def _cost(rows: Sequence[Mapping[str, Any]], busy: bool) -> str:
+    """What the ratios say, in a sentence; on a busy machine, that they say little."""
     ratios = [float(row["ratio"]) for row in rows if finite(row["ratio"])]
     if not ratios:
         return ""
     less = sum(ratio < 1 for ratio in ratios)
+    if busy:
+        return (
+            "The machine was busy, so this run says little about speed; the recorded ratios stand "
+            "beside it."
+        )
     return (
         f"In {less} of {count(len(ratios), 'comparison')} the library takes less than the "
         "alternative."

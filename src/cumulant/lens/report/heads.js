@@ -15,7 +15,9 @@ const sides = new Map(heads.some((h) => h.attention === "cross") ? heads.map((h)
   h.attention === "cross" ? "cross" : /decoder/.test(h.module || "") ? "decoder" : "encoder"]) : []);
 const layerName = (layer) => sides.has(layer) ? `${sides.get(layer)} ${layer}` : String(layer);
 const layerTitle = (layer) => `Layer ${layer}${sides.has(layer) ? ` (${sides.get(layer)})` : ""}`;
-const layerRoom = sides.size ? 78 : 34;
+const layerRoom = sides.size ? 94 : 50;
+// What the rows are, along the left edge of a map.
+const rowsName = (height) => svg("text", { x: 12, y: height / 2, transform: `rotate(-90 12 ${height / 2})`, "text-anchor": "middle" }, "layer");
 
 const headTitle = (h) => `${layerTitle(h.layer)}, head ${h.head}`;
 const headRows = (h) => data.statistics.heads
@@ -26,12 +28,14 @@ function drawMap(box, width) {
   const statistic = kindOf[byId("map-statistic").value];
   const scale = scaleOf(heads.map((h) => h[statistic.column]), statistic.kind);
   const columns = Math.max(...heads.map((h) => h.head)) + 1;
-  const left = layerRoom, top = 22;
+  const left = layerRoom, top = 40;
   const cellWidth = Math.max(20, Math.min(76, Math.floor((width - left - 8) / columns)));
   const cellHeight = Math.max(20, Math.min(34, cellWidth));
   const size = [left + columns * cellWidth + 2, top + layerNumbers.length * cellHeight + 2];
   const root = svg("svg", { viewBox: `0 0 ${size[0]} ${size[1]}`, width: size[0], height: size[1], role: "group",
     "aria-label": `${statistic.label} by layer and head; arrow keys move, Enter chooses a head for the token view` });
+  root.append(rowsName(top * 2 + layerNumbers.length * cellHeight - top),
+    svg("text", { x: left + columns * cellWidth / 2, y: 13, "text-anchor": "middle" }, "head"));
   const every = cellWidth < 26 && columns > 12 ? 2 : 1;
   for (let h = 0; h < columns; h += every)
     root.append(svg("text", { x: left + (h + 0.5) * cellWidth, y: top - 8, "text-anchor": "middle" }, String(h)));
@@ -67,14 +71,14 @@ function drawMap(box, width) {
   });
   box.pressed = press;
   byId("map-meaning").replaceChildren(html("b", {}, statistic.label), ": ", ...formula(statistic.definition), ".");
-  const axes = html("div", { class: "legend" }, html("span", {}, "Rows: layers. Columns: heads."));
-  box.replaceChildren(legend(scale, statistic.label), html("div", { class: "scroll" }, root), axes);
+  box.replaceChildren(legend(scale, statistic.label), html("div", { class: "scroll" }, root));
 }
 
 function drawClasses(box, width) {
   const left = layerRoom, row = 30, full = width - left - 4;
   const root = svg("svg", { viewBox: `0 0 ${width} ${layerNumbers.length * row + 4}`, width, height: layerNumbers.length * row + 4,
     role: "group", "aria-label": "Heads of each class by layer; arrow keys move" });
+  root.append(rowsName(layerNumbers.length * row));
   const marks = [], counts = [];
   layerNumbers.forEach((layer, i) => {
     const here = heads.filter((h) => h.layer === layer && h.class);
