@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import cumulant as cm
 from cumulant.core.files import whole_file
-from cumulant.filtering.model_files import read_model
+from cumulant.filtering.model_files import example_files, read_model, write_model
 from cumulant.filtering.picture import picture
 from cumulant.filtering.series import read_series
 from cumulant.filtering.tables import episodes, summarize
@@ -386,3 +387,20 @@ def test_many_columns_take_linear_time_and_short_errors(tmp_path):
 
 def test_random_files_as_pandas_reads_them():
     assert driver.run(csv_files.check, "csv_files", rounds=250, seed=0) == []
+
+
+def test_units_of_a_model_file_stand_at_the_axes(tmp_path):
+    series, parameters = example_files()
+    model, names = read_model(parameters)
+    assert dict(names.units) == {"inflation": "percent per year", "trend": "percent per year"}
+    again = read_model(write_model(tmp_path / "m.toml", model, names))
+    assert again.names == names
+    values = read_series(series).values
+    figure = cm.filtering.picture(
+        cm.filtering.filter(model, values), names=names, columns=["inflation"]
+    )
+    assert [a.get_ylabel() for a in figure.axes] == ["percent per year", "percent per year", ""]
+    text = parameters.read_text()
+    (tmp_path / "bad.toml").write_text(re.sub("(?m)^units = .*", "units = 3", text))
+    with pytest.raises(cm.InputError, match="units must be a table of texts"):
+        read_model(tmp_path / "bad.toml")

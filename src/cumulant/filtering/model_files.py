@@ -6,7 +6,9 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,10 +29,15 @@ OPTIONAL = ("initial", "dynamics_bias", "emission_bias", "dynamics_input", "emis
 
 
 class Names(NamedTuple):
-    """What the modes and the states are called."""
+    """What the modes and the states are called; units of observations and states by their name."""
 
     modes: list[str]
     states: list[str]
+    units: Mapping[str, str] = MappingProxyType({})
+
+    def __repr__(self) -> str:
+        units = f", units={dict(self.units)}" * bool(self.units)
+        return f"Names(modes={self.modes}, states={self.states}{units})"
 
 
 class ModelFile(NamedTuple):
@@ -48,10 +55,11 @@ def example_files() -> list[Path]:
 def read_model(path: str | os.PathLike[str]) -> ModelFile:
     """A `SwitchingLinearGaussian` from a TOML file, in double precision.
 
-    The keys are the model's arguments, as nested arrays, and optionally ``names`` of the modes and
-    ``states``. With one state or one observation, a number stands for a 1 x 1 matrix, and a list of
-    numbers for one such matrix per mode. A file without dynamics, emission and initial_mean is a
-    model without a state: observations are emission_bias plus noise.
+    The keys are the model's arguments, as nested arrays, and optionally ``names`` of the modes,
+    ``states``, and ``units`` of columns and states by name, for pictures. With one state or one
+    observation, a number stands for a 1 x 1 matrix, and a list of numbers for one such matrix per
+    mode. A file without dynamics, emission and initial_mean is a model without a state:
+    observations are emission_bias plus noise.
 
     Raises:
         InputError: names the file and the key.
@@ -82,7 +90,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
         raise InputError(f"{path} is not valid TOML: {error}.") from None
     except (ValueError, RecursionError):
         raise InputError(f"{path}: a number is too long, or arrays are nested too deep.") from None
-    valid = ("names", "states", *NEEDED, *OPTIONAL)
+    valid = ("names", "states", "units", *NEEDED, *OPTIONAL)
     unknown = [key for key in given if key not in valid]
     if unknown:
         raise InputError(
@@ -102,7 +110,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
         raise InputError(f"{path}: {error}") from None
     modes = _names(path, "names", given.get("names"), "mode", model.modes)
     states = _names(path, "states", given.get("states"), "state", model.state_size)
-    return ModelFile(model, Names(modes, states))
+    return ModelFile(model, Names(modes, states, _units(path, given.get("units", {}))))
 
 
 def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, names: Names) -> Path:
@@ -112,7 +120,23 @@ def write_model(path: str | os.PathLike[str], model: SwitchingLinearGaussian, na
     for key, x in model.parameters.items():
         if x.numel():
             lines.append(f"{key} = {json.dumps(tolist(x.detach().double()))}")
+    if names.units:
+        told = (json.dumps(x, ensure_ascii=False) for pair in names.units.items() for x in pair)
+        pairs = zip(told, told, strict=True)
+        lines.append(f"units = {{ {', '.join(f'{name} = {unit}' for name, unit in pairs)} }}")
     return write_file(path, "\n".join(lines) + "\n")
+
+
+def _units(path: Any, given: Any) -> dict[str, str]:
+    """A table of units by name."""
+    if not isinstance(given, dict) or not all(
+        isinstance(x, str) for x in cast(dict[str, Any], given).values()
+    ):
+        raise InputError(
+            f'{path}: units must be a table of texts, such as {{ inflation = "percent" }}, not '
+            f"{given!r}."
+        )
+    return cast(dict[str, str], given)
 
 
 def _array(path: Any, key: str, value: Any) -> Tensor:

@@ -90,7 +90,7 @@ def picture(
         raise InputError(
             f"picture: draws one series, but the posterior has a batch {tuple(y.shape[:-2])}."
         )
-    modes, states = _named(post, names)
+    modes, states, units = _named(post, names)
     columns = columns or [f"observation {k + 1}" for k in range(y.shape[-1])]
     if len(columns) != y.shape[-1] or (labels is not None and len(labels) != post.steps):
         raise InputError(
@@ -113,6 +113,8 @@ def picture(
         probabilities = joined(known, "mode_probabilities")
         for k, panel in enumerate(panels[:-1]):
             shade(panel, time, probabilities, modes if k == 0 else None)
+        for panel, name in zip(panels, [*columns[:rows], *states[:more]], strict=False):
+            panel.set_ylabel(short(units.get(name, ""), 30))
         so_far = None if smoothed is None else joined(ahead, "mode_probabilities")
         draw_modes(panels[-1], time, modes, probabilities, so_far)
         legends(panels, time, forecast is not None)
@@ -172,6 +174,7 @@ def _named(post: Posterior, names: Names | Sequence[str] | None) -> Names:
     out = Names(
         list(modes or [f"mode {k + 1}" for k in range(M)]),
         list(states or [f"state {k + 1}" for k in range(n)]),
+        names.units if isinstance(names, Names) else {},
     )
     if len(out.modes) != M or len(out.states) != n:
         raise InputError(
