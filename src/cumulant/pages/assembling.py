@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
@@ -57,7 +58,9 @@ def assemble(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(fact=fact, typeset=typeset, trusted=trusted)
+    environment.filters.update(
+        fact=fact, typeset=typeset, indices=partial(typeset, signs=False), trusted=trusted
+    )
     page: str = environment.get_template("template.html").render(
         **values,
         style=trusted("".join(s.read_text(encoding="utf-8") for s in styles if s.is_file())),

@@ -95,5 +95,5 @@ def _typeset(text: str) -> str:
         f"<{piece.element}>{escape(piece.text, quote=False)}</{piece.element}>"
         if piece.element
         else escape(piece.text, quote=False)
-        for piece in typeset(text)
+        for piece in typeset(text, signs=False)
     )

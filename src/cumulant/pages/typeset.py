@@ -26,20 +26,24 @@ _SIGNS = (
     (re.compile(r"(?<!\w)-(?=[\w ])"), "−"),
     (re.compile(r"(?<=\w)'(?=[:)|])"), "^T"),
 )
-_LOWERED = r"(?<=\w)_(?P<low>ij|ii|max|[a-z])(?![a-z_])"
+_LOWERED = r"(?<=\w)_(?P<low>ij|ii|max|[a-z0-9])(?![a-z0-9_])"
 _RAISED = (
     r"\^(?:(?P<high>[-−]?[0-9]+|[A-Za-z])(?![A-Za-z0-9])|\((?P<inside>(?:[^()]|\([^()]*\))+)\))"
 )
 _MOVED = re.compile(f"{_LOWERED}|{_RAISED}")
 
 
-def typeset(text: str) -> list[Piece]:
+def typeset(text: str, signs: bool = True) -> list[Piece]:
     """The text split into pieces, none of them markup.
+
+    Args:
+        text: a formula; or, without ``signs``, a sentence, whose hyphens and apostrophes stay.
+        signs: whether to replace arrows, brackets, hyphens and the like.
 
     >>> [tuple(piece) for piece in typeset("-sum_j p_ij")]
     [('', '−Σ'), ('sub', 'j'), ('', ' p'), ('sub', 'ij')]
     """
-    for pattern, sign in _SIGNS:
+    for pattern, sign in _SIGNS if signs else ():
         text = pattern.sub(sign, text)
     pieces: list[Piece] = []
     end = 0
