@@ -604,7 +604,7 @@ def test_any_address_shows_the_whole_page(browser, page, after):
     browser.errors.clear()
     browser.run(f"history.replaceState(null, '', '#{after}')")
     browser.call("Page.reload")
-    time.sleep(1.0)
+    browser._until(lambda m: m.get("method") == "Page.loadEventFired", "reloading")
     browser.settle()
     assert browser.run("document.querySelectorAll('#figure-benchmarks svg').length") == 1
     assert browser.errors == []
