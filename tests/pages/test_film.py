@@ -81,3 +81,31 @@ def test_the_player_shows_and_works(browser, page, tmp_path, dark):
 def test_captions_are_text():
     text = film_page([b"x"], ['<b onclick="a">{{ digest }}'], 5)
     assert 'alt="&lt;b onclick=&quot;a&quot;&gt;{{ digest }}"' in text
+
+
+def test_the_film_of_a_card_plays_and_stands_still_where_motion_is_unwelcome(browser, tmp_path):
+    """One frame at a time, one after another; the last one for readers who want less motion."""
+    x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
+    run = cm.dynamics.simulate(x, 20, contraction=cm.dynamics.Sphere(), beta=4.0)
+    path = tmp_path / "card.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8>{run._repr_html_()}", encoding="utf-8")
+    browser.open(path, width=900)
+    browser.run("document.querySelector('details').open = true")
+    browser.settle()
+    shown = (
+        "[...document.querySelectorAll('details svg g')].map((g, i) =>"
+        " getComputedStyle(g).visibility === 'visible' ? i : -1).filter(i => i >= 0)"
+    )
+    last = browser.run("document.querySelectorAll('details svg g').length") - 1
+    assert last > 5
+    assert browser.run(shown) == [last]
+    browser.call("Emulation.setEmulatedMedia", features=[])
+    browser.settle()
+    seen = browser.run(
+        "new Promise(done => { const seen = new Set(); const look = () => {"
+        f" const now = {shown}; seen.add(now.join()); seen.size > 4 ? done([...seen])"
+        " : requestAnimationFrame(look); }; look(); })"
+    )
+    assert all("," not in frame and frame for frame in seen)
+    assert browser.errors == []
+    browser.media()
