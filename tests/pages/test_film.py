@@ -106,6 +106,8 @@ def test_the_film_of_a_card_plays_and_stands_still_where_motion_is_unwelcome(bro
         f" const now = {shown}; seen.add(now.join()); seen.size > 4 ? done([...seen])"
         " : requestAnimationFrame(look); }; look(); })"
     )
-    assert all("," not in frame and frame for frame in seen)
+    # Two neighbors may meet at the very moment of the change; there is never none.
+    found = [[int(k) for k in frame.split(",") if k] for frame in seen]
+    assert all(f and f[-1] - f[0] < 2 for f in found), found
     assert browser.errors == []
     browser.media()

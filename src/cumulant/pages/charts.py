@@ -202,11 +202,11 @@ def film(
     style = (
         f"<style>@media (prefers-reduced-motion:no-preference){{.{own} g{{visibility:hidden;"
         f"animation:{own} {seconds:g}s step-end infinite}}}}"
-        f"@keyframes {own}{{0%{{visibility:visible}}{show:.3f}%{{visibility:hidden}}}}</style>"
+        f"@keyframes {own}{{0%{{visibility:visible}}{show:.7f}%{{visibility:hidden}}}}</style>"
     )
     parts: list[str] = []
     for k, (groups, caption) in enumerate(zip(frames, captions, strict=True)):
-        delay = f"animation-delay:{k * seconds / len(frames) - seconds:.3f}s"
+        delay = f"animation-delay:{k * seconds / len(frames) - seconds:.6f}s"
         hidden = ' visibility="hidden"' if k < len(frames) - 1 else ""
         inner = _dots(groups, side, 1.3 * _radius(groups)) + _words(6, 16, caption)
         parts.append(f'<g style="{delay}"{hidden}>{inner}</g>')
