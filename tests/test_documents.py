@@ -127,6 +127,14 @@ def test_the_gallery_has_every_picture_with_what_makes_it():
         assert "sys.argv[1]" in (ROOT / script).read_text(), script
 
 
+def test_nothing_is_installed_from_where_it_is_not():
+    """Until it is published, the package installs from a checkout."""
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    for path in [*places, *(ROOT / "examples").iterdir()]:
+        if path.is_file():
+            assert not re.search(r"pip install ['\"]?cumulant", path.read_text("utf-8")), path
+
+
 def test_links_point_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -81,7 +81,7 @@ def _picture(name: str, image: Any) -> Picture:
     try:
         pillow = import_module("PIL.Image")
     except ImportError as error:
-        raise InputError("images need Pillow: pip install 'cumulant[plot]'.") from error
+        raise InputError("images need Pillow: pip install '.[plot]'.") from error
     if _is_path(image):
         path = str(Path(image))
         try:
