@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import cumulant as cm
-from browser import CONTRAST, Browser, keep
+from browser import CONTRAST, Browser, keep, serious
 from cumulant.core.errors import InputError
 from cumulant.lens.columns import COLUMNS
 from cumulant.lens.report import ReportData, render
@@ -81,6 +81,14 @@ def test_draws_everything_and_asks_for_nothing(browser, page, tmp_path, width, d
     assert browser.run("document.querySelectorAll('figure').length") == len(FIGURES)
     assert browser.run("document.documentElement.scrollWidth") <= width
     keep(browser, tmp_path, f"report-{width}-{'dark' if dark else 'light'}")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(380, False), (800, True), (1280, False)])
+def test_axe_finds_nothing_serious(browser, page, width, dark):
+    browser.open(page, width=width, dark=dark)
+    browser.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    browser.settle()
+    assert serious(browser) == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
