@@ -303,7 +303,7 @@ def killing(monkeypatch, after):
 
 @pytest.fixture(scope="module")
 def finished(model, tokenizer):
-    return examine(model, tokenizer, TEXTS[:5])
+    return examine(model, tokenizer, TEXTS[:5], extras="partition")
 
 
 def whole_examination(folder, sizes):

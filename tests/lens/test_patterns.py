@@ -136,7 +136,7 @@ def test_minilm_against_eager():
 
 def test_smollm2_against_eager_and_its_induction_heads():
     model, tokenizer, *_ = cm.lens.load("smollm2")
-    [ids, _] = repeated(model, tokenizer, None).ids
+    [ids] = repeated(model, tokenizer, None).ids
     assert len(set(ids[:HALF])) == HALF
     assert ids[:HALF] == ids[HALF:]
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
@@ -182,13 +182,15 @@ def test_expensive_statistics_are_asked_for_by_name(circuit):
     plain = cm.lens.examine(toy_model(), toy_tokenizer(), text)
     asked = cm.lens.examine(toy_model(), toy_tokenizer(), text, extras=("link", "spectrum"))
     missing = {"lipschitz", "link_exists"}
+    assert "energy_change" not in asked.table().columns
+    assert not len(asked.partition())
     assert missing <= set(asked.heads().columns)
     assert not missing & set(plain.heads().columns)
     assert "leading_eigenvalue" not in plain.table().columns
     assert "sensitivity_qk" not in asked.layers().columns
     shared = plain.heads().columns
     assert asked.heads()[shared].equals(plain.heads())
-    with pytest.raises(cm.InputError, match="'links'; there are: spectrum, sensitivity, link, all"):
+    with pytest.raises(cm.InputError, match="'links'; there are: energy, partition, spectrum"):
         cm.lens.examine(toy_model(), toy_tokenizer(), text, extras="links")
 
 

@@ -22,7 +22,7 @@ from cumulant.core.describing import described_fields
 from cumulant.core.errors import InputError
 from cumulant.core.randomness import checked_generator
 from cumulant.core.renamed import renamed
-from cumulant.core.typed import linalg, tolist
+from cumulant.core.typed import linalg
 from cumulant.dynamics.cloud_checks import levels_of, some_points
 from cumulant.dynamics.shape import size_of
 
@@ -111,9 +111,9 @@ def distance_to_normal(squares: Tensor, d: int) -> Tensor:
     top = math.log(d + float(squares.max()) + 1)
     u = torch.arange(-76 - 2 * top, 76, h, dtype=squares.dtype, device=squares.device)
     total = torch.zeros_like(squares)
-    for t in tolist(u.exp()):
-        log_phi = -0.5 * d * math.log1p(2 * t) - t / (1 + 2 * t) * squares
-        total = total - torch.expm1(log_phi) * (h / math.sqrt(t))
+    for t in torch.split(u.exp(), max(1, 2**16 // max(1, squares.numel()))):
+        log_phi = -0.5 * d * torch.log1p(2 * t) - squares[..., None] * (t / (1 + 2 * t))
+        total = total - torch.expm1(log_phi) @ (h / t.sqrt())
     return total / (2 * math.sqrt(math.pi))
 
 

@@ -146,7 +146,8 @@ def _over_tiles(arguments: Named, options: Options, k: int) -> Largest:
                 cut["query"] = cut["query"] * options.scale
                 top = _on_tile(formulas.scores(tile, cut, 1.0), min(k, len(tile.columns)))
                 numbered = Largest(top.score, top.index + tile.columns.start)
-                found = best([found, numbered], k)
+                whole = len(tile.columns) == n and numbered.score.shape[-1] == k
+                found = numbered if whole else best([found, numbered], k)
             score[where], index[where] = found.score, found.index
     return Largest(score, index.masked_fill(score == -math.inf, -1))
 
@@ -156,12 +157,11 @@ def _on_tile(s_mn: Tensor, k: int) -> Largest:
     if k == 1:
         return Largest(*s_mn.max(-1, keepdim=True))
     if s_mn.device.type == "cpu":
-        top = s_mn.topk(k)
-        last = top.values[..., -1:]
-        more = ((s_mn >= last).sum(-1, keepdim=True) > k) & (last > -math.inf)
-        if not bool(more.any()):
-            return Largest(*top)
-    # topk takes any of those that equal the last
+        top = s_mn.topk(min(k + 1, s_mn.shape[-1]))
+        one, next_one = top.values[..., :-1], top.values[..., 1:]
+        if not bool(((one == next_one) & (one > -math.inf)).any()):
+            return Largest(top.values[..., :k], top.indices[..., :k])
+    # topk takes any of those that are equal, in any order
     order = s_mn.sort(dim=-1, descending=True, stable=True)
     return Largest(order.values[..., :k], order.indices[..., :k])
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cumulant.lens.columns import COLUMNS, TABLES
     from cumulant.lens.examination import Examination, compare
     from cumulant.lens.examining import examine
+    from cumulant.lens.head_picture import HeadAttention
     from cumulant.lens.models import load
     from cumulant.lens.monitoring import Alarm, AttentionAlarm, Monitor, MonitorLog, Thresholds
     from cumulant.lens.observing import observe
@@ -23,6 +24,7 @@ __all__ = [
     "Alarm",
     "AttentionAlarm",
     "Examination",
+    "HeadAttention",
     "Lens",
     "Monitor",
     "MonitorLog",
@@ -46,6 +48,7 @@ _HOMES = {
     "lens.columns": "COLUMNS TABLES",
     "lens.examination": "Examination compare",
     "lens.examining": "examine",
+    "lens.head_picture": "HeadAttention",
     "lens.standing_in": "laws",
     "lens.models": "load",
     "lens.monitoring": "Alarm AttentionAlarm Monitor MonitorLog Thresholds",

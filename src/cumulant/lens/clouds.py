@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.core.typed import linalg
+from cumulant.core.typed import functions, linalg
 from cumulant.dynamics import gaussianity, participation_ratio
 from cumulant.lens.hidden import Reservoir
 
@@ -72,7 +73,7 @@ class Cloud:
         """
         draw = self._sample.offer([int(n) for n in real.sum(-1)])
         chosen = real.flatten().nonzero()[:, 0][draw.item.to(real.device)]
-        kept = states[chosen].cpu()
+        kept = states.index_select(0, chosen).cpu()
         wide = kept if kept.dtype == torch.float64 else kept.float()
         marks = sink.flatten()[chosen].float().cpu()
         self._sample.add(draw.key, {"state": wide, "sink": marks})
@@ -101,7 +102,8 @@ class Cloud:
         if not columns:
             return Shape()
         usable = columns["state"].isfinite().all(-1)
-        X, sink = columns["state"][usable].double(), columns["sink"][usable] > 0
+        states, sink = columns["state"][usable], columns["sink"][usable] > 0
+        X = states.double()
         n = len(X)
         if n < 2 or not bool(X.any()):
             return Shape()
@@ -109,7 +111,7 @@ class Cloud:
         unit = X / length.where(length > 0, 1.0)
         cosines = (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
         residual = self._residual / self._texts if self._texts else None
-        filled = float(participation_ratio(X))
+        filled = float(participation_ratio(states))
         return Shape(filled, float(cosines), residual, *_gaussianity(X[~sink]))
 
     def state(self) -> dict[str, Any]:
@@ -146,6 +148,17 @@ def _residual(states: Tensor) -> float | None:
     return float(linalg.vector_norm(away - away.mean(0))) / size
 
 
+def _leading(X: Tensor, count: int) -> Tensor:
+    """The leading right singular vectors, by the smaller Gram matrix; scipy finds only these."""
+    small = len(X) < X.shape[1]
+    gram = X @ X.T if small else X.T @ X
+    last = len(gram) - 1
+    find: Any = import_module("scipy.linalg").eigh
+    found = find(gram.numpy(), subset_by_index=[last - count + 1, last], check_finite=False)[1]
+    axes = functions.from_numpy(found).T
+    return torch.nn.functional.normalize(axes @ X if small else axes, dim=-1)
+
+
 def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:
     """Statistic, null quantile and p-value in principal directions found on other tokens.
 
@@ -161,7 +174,7 @@ def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:
         return None, None, None
     tested, fitted = X[:n], X[n : 2 * n]
     away = fitted - fitted.mean(0)
-    axes = linalg.svd(away, full_matrices=False).Vh[:r]
+    axes = _leading(away, r)
     try:
         found = gaussianity(tested @ axes.T, draws=DRAWS, levels=(0.95,))
     except InputError:  # a cloud in a subspace

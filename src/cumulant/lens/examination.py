@@ -22,6 +22,7 @@ from cumulant.lens.tables import TOKEN_COLUMNS, pandas
 from cumulant.lens.typed import Table, view
 
 if TYPE_CHECKING:
+    from cumulant.lens.head_picture import HeadAttention, Rerun
     from cumulant.lens.report import ReportData
     from cumulant.lens.tables import DataFrame
 
@@ -46,6 +47,7 @@ class Examination:
             patches, and how many ``special`` tokens come before them.
         folder: where the table of tokens is, if not in ``tables``.
         parts: of how many files it consists there.
+        rerun: how `head` runs the model again; None for a loaded examination.
     """
 
     facts: dict[str, Any]
@@ -57,6 +59,7 @@ class Examination:
     pictures: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     folder: Path | None = None
     parts: int | None = None
+    rerun: Rerun | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
@@ -93,6 +96,54 @@ class Examination:
     def inputs(self) -> DataFrame:
         """One row per input: the text's name and how many tokens it has."""
         return self._table("inputs")
+
+    def head(
+        self, layer: int, head: int, text: int | str = 0, *, cells: int = 256
+    ) -> HeadAttention:
+        """One head's attention as a picture: its weights, with token strings.
+
+        The examination stores no N x N array, so the model runs once more, up to that layer. It
+        must still be in memory, so this does not work on a loaded examination. A text of more than
+        `cells` tokens is pooled into blocks while it streams.
+
+        Args:
+            layer, head: counted from 0, as in ``heads()``.
+            text: one of the first three inputs, by number or name.
+            cells: the most rows and columns of the picture.
+
+        Returns:
+            `HeadAttention`: ``weights``, ``strongest()``, ``figure()``, ``save(path)``; a notebook
+            shows it as a card.
+
+        Raises:
+            InputError: no such layer, head or text; no model to run.
+
+        >>> import cumulant as cm
+        >>> model, tokenizer, *_ = cm.lens.load()
+        >>> found = cm.lens.examine(model, tokenizer, "the cat and the dog")
+        >>> found.head(2, 5)
+        HeadAttention(layer 2 head 5, 'text 0': 7 queries, 7 keys)
+        """
+        if self.rerun is None:
+            raise InputError(
+                "head: this examination has no model to run again (it was loaded from a folder, "
+                "resumed, or shared by processes): examine the text again in this process, "
+                "cm.lens.examine(model, tokenizer, text).head(layer, head)."
+            )
+        from cumulant.lens.head_picture import attention_of
+
+        layers = int(self.facts.get("layers", 0))
+        if not 0 <= layer < layers:
+            raise InputError(f"head: layers are 0 to {layers - 1}, not {layer}.")
+        names = [str(x[0]) for x in self.shown]
+        number = names.index(text) if isinstance(text, str) and text in names else text
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            listed = ", ".join(f"{k} ({name})" for k, name in enumerate(names))
+            raise InputError(f"head: text {text!r} is not among those kept, {listed}.")
+        if cells < 1:
+            raise InputError(f"head: cells must be at least 1, not {cells}.")
+        arguments, shown = self.rerun.arguments[number], self.shown[number]
+        return attention_of(self.rerun.model(), arguments, shown, layer, head, cells)
 
     def _table(self, name: str) -> DataFrame:
         """A table; one without rows was not written, and is read back as empty."""

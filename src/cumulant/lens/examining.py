@@ -49,9 +49,8 @@ def examine(
     """Run texts through a Hugging Face model and measure everything.
 
     Per token and head, it has the columns of `observe`; per head, scores of the patterns that heads
-    are named after, the energy of its own update and statistics of its weights (T14, T19); per
-    layer, expansion, contraction and shape (T14, T15, T17); and the partition function of the
-    embeddings (T31). ``COLUMNS`` defines them all. Expensive statistics are computed only when
+    are named after and statistics of its weights (T14, T35); per layer, expansion, contraction and
+    shape (T14, T15, T17). ``COLUMNS`` defines them all. Expensive statistics are computed only when
     `extras` names them. Up to three texts are kept for the report.
 
     Args:
@@ -68,9 +67,10 @@ def examine(
         batch_size: maximum number of texts per forward call.
         windows: split texts longer than the model's context into windows; otherwise they are
             truncated, with a note.
-        extras: "spectrum" (the leading eigenvalue of Cov[k], T14; two more forward passes),
-            "sensitivity" (T23; four backward passes over the first text), "link" (T29; seconds, or
-            minutes for a causal model), or "all".
+        extras: "energy" (of each head's own update, T19; a third of a forward pass), "partition"
+            (the partition function of the embeddings, T31), "spectrum" (the leading eigenvalue of
+            Cov[k], T14; a forward pass), "sensitivity" (T23; four backward passes over the first
+            text), "link" (T29; seconds, or minutes for a causal model), or "all".
         folder: write results there while running, which bounds memory; the same call resumes after
             an interruption, without losing or repeating a batch.
         notes: notes on the model for the reader of the report.
@@ -170,7 +170,7 @@ def _read(
     # The link is that of the first text, which rank 0 has.
     wanted = Wanted(
         spectrum="spectrum" in extras,
-        energy=True,
+        energy="energy" in extras,
         links=int(shards.rank == 0 and "link" in extras),
         top=SHOWN,
         layers=True,

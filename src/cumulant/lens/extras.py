@@ -9,7 +9,9 @@ from cumulant.core.errors import InputError
 __all__ = ["ALL", "EXTRAS", "chosen"]
 
 EXTRAS = {
-    "spectrum": "leading_eigenvalue and lipschitz; about 2 more forward passes per text",
+    "energy": "energy_change and energy_rises; a third of a forward pass per text",
+    "partition": "the partition function of the embeddings; once, half a second for 49,000 words",
+    "spectrum": "leading_eigenvalue and lipschitz; about one more forward pass per text",
     "sensitivity": "sensitivity_qk and sensitivity_vo; 4 backward passes over the first text",
     "link": "link_linear, link_trained, link_exists on the first text; seconds, or minutes for "
     "causal models, where it is solved for",
@@ -24,7 +26,7 @@ def chosen(extras: str | Iterable[str]) -> frozenset[str]:
         InputError: a name that there is not.
 
     >>> sorted(chosen("all"))
-    ['link', 'sensitivity', 'spectrum']
+    ['energy', 'link', 'partition', 'sensitivity', 'spectrum']
     """
     names = {extras} if isinstance(extras, str) else set(extras)
     if unknown := sorted(names - {*EXTRAS, "all"}):

@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 from cumulant.lens.examination import Examination
+from cumulant.lens.head_picture import Rerun
 from cumulant.lens.keeping import InFolder, Store
+from cumulant.lens.pairs import top_pairs
 from cumulant.lens.partial import FINISHED, finish_move, mark_complete
 from cumulant.lens.reading import SHOWN, Reading
 from cumulant.lens.recorder import Recorder
@@ -19,7 +21,6 @@ from cumulant.lens.summary import (
     partition_rows,
     peak_memory,
     sensitivities,
-    top_pairs,
     versions,
     weight_columns,
 )
@@ -58,7 +59,7 @@ def finish(
         "heads": nullable(_heads(reading, recorder)),
         "layers": nullable(rows),
         "expansions": nullable([] if probe is None else probe.expansions()),
-        "partition": nullable(partition_rows(model)),
+        "partition": nullable(partition_rows(model) if "partition" in extras else []),
         **store.tables(state.parts),
     }
     texts = ", ".join(dict.fromkeys(x[0] for x in state.shown))
@@ -86,10 +87,17 @@ def finish(
         top=top_pairs(recorder, len(state.shown), len(layers)),
         folder=folder,
         parts=None if folder is None else state.parts,
+        rerun=_rerun(reading),
     )
     if isinstance(store, InFolder):
         _put_in_place(found, store, state.parts)
     return found
+
+
+def _rerun(reading: Reading) -> Rerun | None:
+    """For pictures of heads; not where an earlier run read the first texts, or another rank did."""
+    whole = len(reading.kept) == len(reading.state.shown) and reading.shards.alone
+    return Rerun(reading.model, [reading.placed(x) for x in reading.kept]) if whole else None
 
 
 def _heads(reading: Reading, recorder: Recorder) -> list[dict[str, Any]]:

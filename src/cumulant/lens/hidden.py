@@ -329,12 +329,17 @@ def add_ratios(
 
 def _distances(states: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """||x_i - x_j|| for pairs of rows, and whether it is more than rounding."""
-    x, y = (states[pairs[:, side]] for side in (0, 1))
-    if x.dtype not in (torch.float32, torch.float64):
-        x, y = x.float(), y.float()
-    length = linalg.vector_norm(x - y, dim=-1)
-    size = torch.maximum(*(linalg.vector_norm(z, dim=-1) for z in (x, y)))
-    return length, length > 8 * torch.finfo(x.dtype).eps * size
+    if states.dtype not in (torch.float32, torch.float64):
+        states = states.float()
+    size = linalg.vector_norm(states, dim=-1)[pairs].amax(-1)
+    rows = max(1, 2**17 // states.shape[-1])  # some at a time: the differences stay in the cache
+    length = torch.cat(
+        [
+            linalg.vector_norm(states.index_select(0, i).sub_(states.index_select(0, j)), dim=-1)
+            for i, j in (some.unbind(-1) for some in torch.split(pairs, rows))
+        ]
+    )
+    return length, length > 8 * torch.finfo(states.dtype).eps * size
 
 
 def quantiles(values: Tensor) -> tuple[int, list[float]]:

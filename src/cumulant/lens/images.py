@@ -132,8 +132,9 @@ class ImageReading(Reading):
             self._forward({"pixel_values": pixels})
             grid = self._grid(recorder, seen, pixels)
             grids += [grid] * len(some)
-            if not state.first:
-                state.first = {"pixel_values": pixels[:1].clone()}
+            for one in pixels[: max(0, SHOWN - len(self.kept))]:
+                self.kept.append({"pixel_values": one[None].clone()})
+                state.first = state.first or self.kept[0]
             for image in pixels[: max(0, SHOWN - len(state.pictures))]:
                 state.pictures.append({"png": self._png(image), **_facts(grid)})
         table = token_table(recorder)

@@ -113,8 +113,10 @@ class LayerProbe:
         """Hooks that follow the hidden states through the model."""
         effects: list[Effect] = [Afterwards(self._stack.clear)]
         norms = {name for name, module in self._modules.items() if _is_norm(module)}
+        inside = tuple(f"{norm}." for norm in norms)
+        around = {norm[:i] for norm in norms for i, letter in enumerate(norm) if letter == "."}
         for name, module in self._modules.items():
-            if name == "" or any(name.startswith(f"{norm}.") for norm in norms):
+            if name == "" or name.startswith(inside):
                 continue
             if name in norms:
                 effects.append(self._after(module, partial(self._normed, name)))
@@ -123,7 +125,7 @@ class LayerProbe:
             if listed and any(True for _ in module.children()) and _matrices(module):
                 effects.append(self._before(module, partial(self._start, name)))
                 effects.append(self._after(module, partial(self._stop, name)))
-            if not any(norm.startswith(f"{name}.") for norm in norms):
+            if name not in around:
                 effects.append(self._before(module, partial(self._entered, name)))
                 effects.append(self._after(module, partial(self._ran, name)))
         return effects

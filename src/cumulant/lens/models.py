@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -207,12 +207,36 @@ def _assemble(source: _Source, **options: Any) -> Loaded:
 
 
 def _read_once(source: _Source) -> AbstractContextManager[None]:
-    """A GGUF file is parsed once, although configuration, weights and tokenizer each ask for it."""
+    """A GGUF file is parsed once, although configuration, weights and tokenizer each ask for it.
+
+    So are its values, and the map of names, for which transformers asks once for every module.
+    """
     if not source.file or find_spec("gguf") is None:
         return nullcontext()
     gguf = import_module("gguf")
-    reader = cache(gguf.GGUFReader)
-    return Scope(lambda: Begun(None, [Setting(gguf, "GGUFReader", reader)]))
+    reader = import_module("transformers.modeling_gguf_pytorch_utils")
+    kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (gguf, "GGUFReader", cache),
+        (gguf, "get_tensor_name_map", cache),
+        (reader, "_gguf_parse_value", _cached_by_identity),
+    ]
+    return Scope(
+        lambda: Begun(
+            None, [Setting(x, n, keep(getattr(x, n))) for x, n, keep in kept if hasattr(x, n)]
+        )
+    )
+
+
+def _cached_by_identity(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`parse` once for each array; arrays are kept, so no two have one identity."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def parsed(value: Any, types: Any) -> Any:
+        if id(value) not in known:
+            known[id(value)] = value, parse(value, types)
+        return known[id(value)][1]
+
+    return parsed
 
 
 def _assembled(source: _Source, options: dict[str, Any]) -> Loaded:

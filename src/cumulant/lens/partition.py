@@ -13,9 +13,10 @@ from cumulant.core.checks import finite, numbers, real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.precision import wide
 from cumulant.core.typed import linalg, tolist
-from cumulant.measures.empirical import Empirical
 
 __all__ = ["partition"]
+
+AT_ONCE = 64  # directions whose scores with all words are held at once
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def partition(
     vectors = wide(vectors.detach())
     center = vectors.mean(0)
     vectors = vectors - center
-    squares = vectors.square().sum(1)
+    squares = linalg.vector_norm(vectors, dim=1).square()
     spread = math.sqrt(float(squares.double().mean()) / vectors.shape[1])
     if not spread > 0:
         raise InputError("partition: all embeddings are equal, so their scores do not vary.")
@@ -84,13 +85,13 @@ def partition(
     generator = torch.Generator().manual_seed(seed)
     unit = torch.randn(directions, vectors.shape[1], dtype=torch.float64, generator=generator)
     unit = unit / linalg.vector_norm(unit, dim=1, keepdim=True)
-    context = torch.cat([unit * (r / spread) for r in lengths]).to(vectors)
-    centered = Empirical(vectors).log_normalizer(context).double()
-    shift = (context @ center).double()
+    unit = (unit / spread).to(vectors)
+    centered = _log_partition(vectors, unit, lengths)
+    shift = (unit @ center).double()
     rows: list[dict[str, Any]] = []
     for i, radius in enumerate(lengths):
-        part = slice(i * directions, (i + 1) * directions)
-        for name, values in ((False, centered[part] + shift[part]), (True, centered[part])):
+        plain = centered[i] + radius * shift
+        for name, values in ((False, plain), (True, centered[i])):
             rows.append(
                 {
                     "radius": radius,
@@ -102,6 +103,21 @@ def partition(
                 }
             )
     return rows
+
+
+def _log_partition(vectors: Tensor, unit: Tensor, radii: Sequence[float]) -> Tensor:
+    """log Z ``(radii, directions)`` in double precision: all radii share one set of scores."""
+    parts: list[Tensor] = []
+    # Fresh arrays would cost as much in page faults as the arithmetic.
+    kept = unit.new_empty(2, min(AT_ONCE, len(unit)), len(vectors))
+    for some in torch.split(unit, AT_ONCE):
+        below, weights = kept[:, : len(some)]
+        torch.matmul(some, vectors.T, out=below)
+        top = below.amax(1, keepdim=True)
+        below.sub_(top)
+        sums = torch.stack([torch.mul(below, r, out=weights).exp_().sum(1) for r in radii])
+        parts.append(sums.double().log() + torch.outer(top.new_tensor(radii), top[:, 0]).double())
+    return torch.cat(parts, 1)
 
 
 def _summary(values: Tensor) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.typed import tolist
 from cumulant.lens.encoding import Encoded, batches, encode, fitting, max_length
 from cumulant.lens.observing import watching
 from cumulant.lens.recorder import Layer, Recorder, Wanted
@@ -48,6 +49,7 @@ class Reading:
         self.limit = max_length(model, tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.state, self.sums = State(), HeadSums()
+        self.kept: list[dict[str, Tensor]] = []  # the arguments of the first inputs, one by one
         self._started = time.perf_counter()
 
     @property
@@ -118,9 +120,11 @@ class Reading:
         """Run the model; the table of what its tokens did."""
         for arguments in batches(encoded, self.batch_size, model=self.model):
             self._forward(arguments)
-            if not self.state.first:
-                length = int(arguments["attention_mask"][0].sum())
-                self.state.first = {n: x[:1, :length].clone() for n, x in arguments.items()}
+            lengths: list[int] = tolist(arguments["attention_mask"].sum(-1))
+            for k, length in enumerate(lengths[: max(0, SHOWN - len(self.kept))]):
+                own = {n: x[k : k + 1, :length].clone() for n, x in arguments.items()}
+                self.kept.append(own)
+                self.state.first = self.state.first or own
         table = token_table(recorder)
         for record in recorder.records:
             self.sums.add(record)

@@ -22,7 +22,7 @@ __all__ = ["repeat_columns", "repeated"]
 
 HALF = 50  # different tokens, where vocabulary and context allow
 FEWEST = 8  # below this many, chance is too close to a pattern
-TEXTS = 2
+TEXTS = 1  # of 50 tokens: the forward pass over them is a fifth of that over a text of 512
 
 
 def repeated(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.precision import without_autocast
-from cumulant.kernels.attention import attention
 from cumulant.kernels.rows import summarize
 from cumulant.kernels.search import largest
 
@@ -114,17 +113,22 @@ def _cleaned(key: Tensor, key_token: Tensor, shift: int) -> Tensor:
 
 
 @torch.no_grad()
-def top_keys(call: AttentionCall, positions: Positions, text: int, *, k: int = 5) -> Top:
-    """The `k` largest weights of every real query of a call that holds the one `text`."""
+def top_keys(
+    call: AttentionCall, positions: Positions, text: int, log_normalizer: Tensor, *, k: int = 5
+) -> Top:
+    """The `k` largest weights of every real query of a call that holds the one `text`.
+
+    ``log_normalizer`` ``(1, H, M)`` is that of `statistics`.
+    """
     prepared = call.prepared().sink_as_key()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
     shift = 0 if call.sinks is None else 1
     count = min(k, arguments["key"].shape[-2])
     found = largest(arguments, prepared.options, count)
     score, index = (prepared.finish(x)[0] for x in (found.score, found.index))
-    # Both without the lift.
-    normalizer = prepared.finish(attention(prepared.arguments, prepared.options).log_normalizer)[0]
-    weight = (score - normalizer).exp().nan_to_num(0.0)
+    if prepared.lift is not None:  # which the scores are without
+        log_normalizer = log_normalizer - prepared.lift[..., 0]
+    weight = (score - log_normalizer[0, ..., None]).exp().nan_to_num(0.0)
     token = positions.key_token[text][(index - shift).clamp_min(0)]
     key = torch.where(index < shift, -1, token)
     real = positions.real[text]

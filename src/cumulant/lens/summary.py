@@ -36,7 +36,6 @@ __all__ = [
     "partition_rows",
     "peak_memory",
     "sensitivities",
-    "top_pairs",
     "versions",
     "weight_columns",
     "weights_digest",
@@ -208,31 +207,6 @@ def link_columns(recorder: Recorder, layer: Layer) -> list[dict[str, float | Non
     return [
         {n: x[h] if x[h] == x[h] else None for n, x in named.items()} for h in range(layer.heads)
     ]
-
-
-def top_pairs(recorder: Recorder, texts: int, layers: int) -> list[Any]:
-    """[text][layer][head][token] -> pairs (key, weight), for the first texts."""
-    out: list[Any] = []
-    for text in range(texts):
-        rows: list[Any] = []
-        for layer in range(layers):
-            top = recorder.top.get((text, layer))
-            if top is None:
-                rows.append([])
-                continue
-            rounded = torch.round(top.weight.double(), decimals=5)
-            pairs = zip(tolist(top.key), tolist(rounded), strict=True)
-            rows.append(
-                [
-                    [
-                        [[j, w] for j, w in zip(keys, weights, strict=True) if w > 0]
-                        for keys, weights in zip(*head, strict=True)
-                    ]
-                    for head in pairs
-                ]
-            )
-        out.append(rows)
-    return out
 
 
 def sensitivities(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.precision import widened
 from cumulant.core.typed import linalg
 
 __all__ = [
@@ -270,18 +271,21 @@ def bilinear(found: Projections) -> Bilinear:
     >>> bilinear(projections(attention, heads=1, key_heads=1)).symmetry
     tensor([1.])
     """
-    kind = found.query.dtype
+    kind = widened(found.query.dtype)
     square = found.query.shape[-2] == found.key.shape[-2]
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     group = len(found.query) // len(found.key)
     for h, query in enumerate(found.query):  # one head at a time: a double copy of all is large
         q, k = query.double(), found.key[h // group].double()
-        size = _trace(q.mT @ q, k.mT @ k)
-        nothing = size.new_tensor(torch.nan)
-        symmetry, definiteness, alignment = nothing, nothing, nothing
         if square:
-            across = k.mT @ q
-            symmetry, definiteness = _trace(across, across) / size, _definiteness(q, k)
+            both = torch.cat([q, k], -1)
+            gram, d = both.mT @ both, q.shape[-1]
+            size, across = _trace(gram[:d, :d], gram[d:, d:]), gram[d:, :d]
+            symmetry, definiteness = _trace(across, across) / size, _definiteness(gram, kind)
+        else:
+            size = _trace(q.mT @ q, k.mT @ k)
+            symmetry = definiteness = size.new_tensor(torch.nan)
+        alignment = size.new_tensor(torch.nan)
         if found.output is not None:
             v, o = found.value[h // group].double(), found.output[h].double()
             same = (v.mT @ k) * (o @ q)  # tr(W_o' W_v' W_k W_q') as a sum over (e, d)
@@ -302,9 +306,15 @@ def _trace(first: Tensor, second: Tensor) -> Tensor:
     return (first * second.mT).sum()
 
 
-def _definiteness(q: Tensor, k: Tensor) -> Tensor:
-    """S = [q k] J [q k]' / 2, J swapping the halves, has the eigenvalues of R J R' / 2."""
-    d = q.shape[-1]
-    upper = linalg.qr(torch.cat([q, k], -1), mode="r").R
-    values = linalg.eigvalsh(upper @ upper.roll(d, -1).mT)
+def _definiteness(gram: Tensor, kind: torch.dtype) -> Tensor:
+    """From the Gram matrix R'R of [q k].
+
+    S = [q k] J [q k]' / 2, J swapping the halves, has the eigenvalues of R J R' / 2.
+    """
+    lower, singular = linalg.cholesky_ex(gram)
+    upper = lower.mT
+    if bool(singular):
+        values, axes = linalg.eigh(gram)
+        upper = values.clamp_min(0.0).sqrt()[:, None] * axes.mT
+    values = linalg.eigvalsh((upper @ upper.roll(len(gram) // 2, -1).mT).to(kind))
     return values.sum() / values.abs().sum()

@@ -13,6 +13,7 @@ from cumulant.core.progress import ProgressCallback, counted
 from cumulant.core.typed import functions
 from cumulant.lab.bench.peak import growth
 from cumulant.lab.bench.timing import Row, clock, interleave, row
+from cumulant.lens.examining import examine
 from cumulant.lens.models import load
 from cumulant.lens.monitoring import Monitor
 from cumulant.lens.observing import observe
@@ -56,6 +57,38 @@ def model_cases(batch: int, length: int) -> dict[str, Callable[[], object]]:
         "and k90, class, top key": lambda: _observed(plain, inputs, spectrum=False),
         "and leading eigenvalue": lambda: _observed(plain, inputs),
     }
+
+
+def _examined(texts: int, length: int) -> dict[str, Callable[[], object]]:
+    """SmolLM2 on texts of random tokens: its forward passes, and all default statistics."""
+    loaded = load("smollm2")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    ids = _ids(texts, length, len(tokenizer))["input_ids"]
+    said = [str(tokenizer.decode(x)) for x in ids]
+    # Decoded and encoded again: the lengths that the examination has.
+    inputs = [dict(tokenizer(x, return_tensors="pt")) for x in said]
+
+    def forward() -> None:
+        for one in inputs:
+            _forward(model, one)
+
+    return {
+        "forward pass": forward,
+        "examine, every default statistic": lambda: examine(model, tokenizer, said, batch_size=1),
+    }
+
+
+def examinations(rounds: int, tick: Callable[[str], None]) -> list[Row]:
+    """`examine` of one text, where what is done once for a model counts fully, and of four."""
+    rows: list[Row] = []
+    for texts in (1, 4):
+        label = f"SmolLM2, {texts} text{'s' * (texts > 1)} of about {LENGTH} tokens"
+        cases = _examined(texts, LENGTH)
+        seconds = interleave(
+            cases, rounds=rounds, tick=lambda what, at=label: tick(f"{at}: {what}"), clock=clock()
+        )
+        rows.append(row(seconds, label, "examine, every default statistic", "forward pass", 3.0))
+    return rows
 
 
 def eager_weights() -> Callable[[], object]:
@@ -138,7 +171,7 @@ def run(
     cases = model_cases(batch, length)
     # Quick, a run of 50 steps: as many watched steps for each other one.
     steps = 50 if quick else STEPS
-    tick = counted(progress, len(cases) * (few + 1) + 1 + (0 if quick else 3))
+    tick = counted(progress, len(cases) * (few + 1) + 1 + (0 if quick else 3 + 4 * (few + 1)))
 
     def told(what: str) -> None:
         tick(f"{label}: {what}")
@@ -153,6 +186,7 @@ def run(
     rows.append(monitoring(steps, tick))
     if quick:
         return rows
+    rows += examinations(few, tick)
     tick("peak memory of eager attention")
     theirs = growth(__name__, "eager_weights")
     tick("peak memory of the lens")
