@@ -94,12 +94,13 @@ def test_other_settings_are_refused(tmp_path, text):
         run(job(text, layers=1), tmp_path)
 
 
-def test_a_kill_loses_next_to_nothing(tmp_path, study):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_kill_loses_next_to_nothing(tmp_path, study, processes):
     """A process killed outright; what it did is resumed, and the end is that of one run."""
     folder = tmp_path / "out"
     command = [sys.executable, "-m", "cumulant", "study", str(tmp_path / "mine.toml")]
     process = subprocess.Popen(
-        [*command, "-o", str(folder), "--processes", "1"],
+        [*command, "-o", str(folder), "--processes", str(processes)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -111,6 +112,7 @@ def test_a_kill_loses_next_to_nothing(tmp_path, study):
         time.sleep(0.01)
     process.wait()
     assert process.returncode == -signal.SIGKILL
+    time.sleep(2.0)  # its workers notice within half a second
     resumed = conduct(study, folder / "runs")
     whole = conduct(study, tmp_path / "whole")
     assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))

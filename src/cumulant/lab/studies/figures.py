@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cumulant.figures import COLORS, INK, MUTED, new_figure, style, write
+from cumulant.figures import COLORS, INK, new_figure, style, write
 from cumulant.lab.studies.judging import interval
 from cumulant.lab.studies.results import Results
 from cumulant.lab.studies.running import Run
@@ -114,6 +114,8 @@ def _search(axes: Any, results: Results, label: str) -> None:
     from cumulant.lab.studies.tasks import objective_of
 
     objective = objective_of(results.study.task)
+    crosses = False
+    tried = sorted(results.study.tuning.rates)
     for k, variant in enumerate(results.study.variants):
         found = _runs(results, variant, "tuning")
         rates = sorted({x.job.rate for x in found})
@@ -123,9 +125,12 @@ def _search(axes: Any, results: Results, label: str) -> None:
         points = [(r, v) for r, v in zip(rates, y, strict=True) if r in lost]
         if points:
             axes.plot(*zip(*points, strict=True), "x", color=COLORS[k % len(COLORS)])
-    axes.set(xlabel="learning rate", ylabel=f"{label}, search", xscale="log")
-    axes.text(0.02, 0.97, "×: some run diverged", transform=axes.transAxes, ha="left", va="top",
-              color=MUTED, fontsize=8)  # fmt: skip
+        crosses |= bool(points)
+    said = "learning rate (×: some run diverged)" if crosses else "learning rate"
+    axes.set(xlabel=said, ylabel=f"{label}, search", xscale="log")
+    axes.tick_params(axis="x", which="minor", labelbottom=False)
+    if len(tried) < 5:
+        axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
 
 
 def _best(runs: Sequence[Run], rate: float, objective: str) -> float:
