@@ -147,8 +147,9 @@ with Triton {triton}, which compiles without a GPU and fails if a tile spills re
 more shared memory than the GPU has.
 
 On a GPU, run `cumulant doctor --self-test` first (validates the kernels there, picks the fastest
-tiles, and has them compute what torch's own attention does not), then `cumulant bench calculus --device cuda`, which prints
-measured ratios beside the expected ones below.
+tiles, and has them compute what torch's own attention does not), then
+`cumulant bench calculus --device cuda`, which prints measured ratios beside the expected ones
+below.
 
 ## Expected cost
 
@@ -177,8 +178,8 @@ search, tangent, gradient and curvature, plain and with everything that can be a
 "with pairs" also with a mask alone, with a bias, a mask and dropout, and with a softcap beside
 those. A call with any of them takes the first tile so marked. Half precision was compiled as
 bfloat16: float16 needed exactly as much in all of 74 launches compared on NVIDIA's GPUs, and at
-most 6 registers more or fewer in 11 on MI300. Other mixtures of arguments, and heads narrower than the
-width, were not compiled.
+most 6 registers more or fewer in 11 on MI300. Other mixtures of arguments, and heads narrower than
+the width, were not compiled.
 
 Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912, 232,448 and 65,536 bytes of
 shared memory. {verdict}
