@@ -58,7 +58,7 @@ def walk_mean_field(
 
     The law of contexts c_1, ..., c_T on the unit sphere and of words w is proportional to
     exp(stiffness sum_t <c_t, c_(t+1)> + sum <v_w, c_t>), the last sum over all words, each with
-    its context. Its naive mean-field equations alternate
+    its context. Its naive mean-field equations alternate::
 
         word_t = grad G_vocabulary(context_t)                       (attention, query context_t)
         eta_t = stiffness (context_(t-1) + context_(t+1)) + seen_t + unseen_t word_t
