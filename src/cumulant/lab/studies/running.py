@@ -58,7 +58,7 @@ class Run:
         """For JSON and journals."""
         about = self.job.as_dict()
         del about["settings"], about["task"]
-        rest = {"diverged": self.diverged, "seconds": round(self.seconds, 2)}
+        rest = {"diverged": self.diverged, "seconds": self.seconds}
         return {
             **about,
             "numbers": self.numbers,
@@ -161,7 +161,7 @@ def _run(
         if halt:
             raise Stopped(job.id)
     made.numbers = _numbers(work, made)
-    made.seconds = seconds()
+    made.seconds = round(seconds(), 2)  # as files have it, so that they add up to the same
     counted(work.steps - n)
     result = {"numbers": made.numbers, "curve": made.curve}
     result |= {"diverged": made.diverged, "seconds": made.seconds}
