@@ -5,7 +5,7 @@
 
 // Queries of a block: as many as keep `arrays` rows of keys within six megabytes.
 template <class T> static int lanes_for(const Problem& z, int arrays) {
-  int most = 64;
+  int most = z.most_lanes();
   while (most > LANES<T> && most > 16 && int64_t(arrays) * z.N * most * int64_t(sizeof(T)) > (int64_t(6) << 20)) most /= 2;
   return most;
 }

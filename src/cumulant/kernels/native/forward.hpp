@@ -80,11 +80,11 @@ template <class T> static void find_largest(const Sums<T>& a, const T* s, int W,
 }
 
 template <class T> static void forward(const Problem& z) {
-  constexpr int MOST = 64;
-  const int64_t blocks = (z.M + MOST - 1) / MOST;
+  const int most = z.most_lanes();
+  const int64_t blocks = (z.M + most - 1) / most;
   const bool heat = z.has(ENTROPY), spread = z.has(SCORE_VARIANCE) || z.has(SCORE_MEAN), where = z.has(TOP);
   run_tasks(z.batch * blocks, z.threads, z.failed, [&](int64_t task, Arena& arena) {
-    Block<T> b(z, arena, task / blocks, (blocks - 1 - task % blocks) * MOST, MOST);  // under a causal band the long rows first
+    Block<T> b(z, arena, task / blocks, (blocks - 1 - task % blocks) * most, most);  // under a causal band the long rows first
     Scores<T> scores(b);
     Dropout<T> dropout(b);
     Sums<T> a(b);
