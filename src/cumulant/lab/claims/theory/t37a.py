@@ -15,11 +15,11 @@ from cumulant.lens.editing import edited
 
 SINGLE = ("query_key", "value_output")
 SHOWN = {
-    "query_key": "W_q, W_k → identity",
+    "query_key": "$W_q$, $W_k$ → identity",
     "uniform": "uniform weights",
     "gaussian": "Gaussian keys",
     "one_head": "one set of weights",
-    "value_output": "W_v, W_o → identity",
+    "value_output": "$W_v$, $W_o$ → identity",
     "attention": "no attention",
     "feed_forward": "no feed-forward",
 }
