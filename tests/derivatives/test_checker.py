@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -336,7 +337,12 @@ def test_parameters_alone_with_integer_inputs():
         (torch.sin, torch.randn(3, dtype=torch.complex64), "real inputs"),
         (torch.argmax, torch.randn(3), "no floating-point or complex tensor"),
         (lambda x: x * random.random(), torch.randn(3), "two different results"),
-        (lambda x: x @ torch.randn(4, 4), torch.randn(3), "failed with RuntimeError"),
+        (
+            lambda x: x @ torch.randn(4, 4),
+            torch.randn(3),
+            r"RuntimeError: .*f runs on these inputs",
+        ),
+        (functools.partial(nn.functional.linear, weight=torch.eye(3)), torch.randn(3), "float64"),
         (torch.log, -torch.ones(3), "no finite number"),
         (torch.sin, torch.tensor([math.nan]), "NaN"),
         (3, torch.randn(3), "a function or a module"),

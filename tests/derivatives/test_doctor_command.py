@@ -89,6 +89,7 @@ def test_reasons_are_printed(doctor):
         (["--derivatives", "mine"], "module:function"),
         (["--derivatives", "missing:f"], "missing"),
         (["--derivatives", "mine:missing"], "missing"),
+        (["--derivatives", "mine.py:smooth"], "without .py"),
         (["--derivatives", "mine:smooth"], "--shape"),
         (["--derivatives", "mine:nothing"], "(f, inputs)"),
         (["--derivatives", "mine:broken"], "no such file"),

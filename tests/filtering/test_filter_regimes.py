@@ -260,3 +260,12 @@ def test_one_regime_and_missing_cells(tmp_path, cumulant):
     assert found["mean"]["standard_error"] == pytest.approx(there.std() / np.sqrt(38), rel=1e-3)
     assert fit["transition"] == [[1.0]]
     assert isinstance(cm.filtering.read_series(path).skipped, tuple)
+
+
+def test_the_command_says_where_the_forecast_is(file, cumulant, tmp_path):
+    folder = tmp_path / "out"
+    options = ("--regimes", 1, "--starts", 1, "--no-picture", "-o", folder, "--forecast", 3)
+    code, out, _ = cumulant(file, *options)
+    assert code == 0
+    assert "the forecast is the last 3 rows of" in out
+    assert [r["forecast"] for r in rows_of(folder / "filtered.csv")[-4:]] == ["0", "1", "1", "1"]

@@ -172,7 +172,7 @@ def test_what_is_required(name):
 
 
 def test_fitting_inside_other_modes():
-    y = F.sample(level(), 20, generator=seeded(0)).observations
+    y = F.sample(level(), 20, generator=torch.Generator().manual_seed(0)).observations
     how = {"max_steps": 3, "standard_errors": False, "throw": False}
     plain = F.fit(level(), y, **how).log_likelihood
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_em_says_what_it_does_not_take():
 
 
 def test_interrupted_with_several_starts():
-    y = F.sample(level(), 20, generator=seeded(0)).observations
+    y = F.sample(level(), 20, generator=torch.Generator().manual_seed(0)).observations
 
     def stop(progress):
         if progress.done == 2:
@@ -390,7 +390,7 @@ def test_a_likelihood_without_a_maximum_has_not_converged():
     assert not found.converged
     assert found.status != "unfinished"
     assert "emission_noise goes to zero" in found.message
-    y = F.sample(level(), 30, generator=seeded(0)).observations
+    y = F.sample(level(), 30, generator=torch.Generator().manual_seed(0)).observations
     with pytest.raises(cm.ConvergenceError, match=r"fit: unfinished: .* Try: a larger max_steps"):
         F.fit(level(), y, max_steps=1)
     short = F.fit(level(), y, max_steps=1, throw=False)
@@ -406,3 +406,11 @@ def test_conjugate_modes_start_where_they_last():
     a = F.filter(F.SwitchingConjugate(**about), y)
     b = F.filter(F.SwitchingConjugate(**about, initial=lasting), y)
     assert torch.allclose(a.log_likelihood, b.log_likelihood)
+
+
+def test_a_fit_given_in_place_of_its_posterior_is_told_so():
+    found = F.fit(
+        F.switching_mean_variance(1), torch.randn(30, 1, generator=torch.Generator().manual_seed(0))
+    )
+    with pytest.raises(cm.InputError, match=r"not Fit; give its \.posterior"):
+        F.forecast(found, 3)

@@ -270,6 +270,7 @@ def test_the_table_of_laws_ends_at_the_softmax():
     torch.manual_seed(0)
     model = shaken(BertModel(BertConfig(num_attention_heads=4, **SIZES)))
     table = cm.lens.laws(model, [INPUTS], (1, 8))
+    assert table.equals(cm.lens.laws(model, INPUTS, (1, 8)))
     assert len(table) == 3 * 4 * 2
     exact = table[table["components"] == 8]
     assert exact["error"].max() < 1e-10

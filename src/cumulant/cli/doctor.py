@@ -191,7 +191,11 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"--derivatives {name}: {error}.") from None
+        said = str(error).rstrip(".")
+        raise InputError(
+            f"--derivatives {name}: {said}. Give module:function, without .py; the module is in "
+            "this folder, or installed."
+        ) from None
     finally:
         sys.path.remove("")
     if shapes:

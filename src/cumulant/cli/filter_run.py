@@ -174,6 +174,9 @@ def _work(
     written += [run.learned.path] if run.learned else []
     again = run_again(run.folder) if example else None
     (tell_json if as_json else tell)(run.series, post, modes, written, again, run.learned)
+    if ahead and not as_json:
+        rows = "row" if ahead == 1 else f"{ahead} rows"
+        typer.echo(f"the forecast is the last {rows} of {written[0]}")
 
 
 def _regimes(run: _Run, asked: Regimes, collapse: str | int) -> _Run:

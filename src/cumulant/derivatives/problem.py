@@ -178,8 +178,7 @@ def pose(
     except Exception as error:
         raise InputError(
             f"check_derivatives calls f in float64, and {_name(f)} failed with "
-            f"{type(error).__name__}: {_line(error)}. Pass a module itself rather than a function "
-            "around it, or make f's own tensors float64."
+            f"{type(error).__name__}: {_line(error)}. {_remedy(error)}"
         ) from error
     if not first:
         raise InputError(
@@ -266,6 +265,16 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _name(f: Any) -> str:
     return getattr(f, "__qualname__", None) or type(f).__name__
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about a call that failed; float32 tensors inside f are the usual cause."""
+    if any(word in str(error).lower() for word in ("dtype", "double", "float")):
+        return (
+            "Pass a module itself rather than a function around it, or make f's own tensors "
+            "float64."
+        )
+    return "Check that f runs on these inputs."
 
 
 def _line(error: BaseException) -> str:

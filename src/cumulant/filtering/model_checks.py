@@ -176,7 +176,9 @@ def series(owner: str, model: Any, observations: Any, lengths: Any = None) -> Te
     y = y[..., None] if is_pandas(observations) and y.ndim == 1 else y
     p = model.observation_size
     if y.ndim < 2 or y.shape[-1] != p or y.shape[-2] < 1:
-        hint = "; for a single number per step that is y[..., None]" if p == 1 else ""
+        hint = (
+            "; for a single number per step that is y[..., None]" if p == 1 and y.ndim < 2 else ""
+        )
         raise InputError(
             f"{owner}: observations must have shape (*batch, T, {p}), T >= 1, but have "
             f"{tuple(y.shape)}{hint}."

@@ -388,6 +388,11 @@ def gaussian_posterior(owner: str, post: Any) -> None:
     if isinstance(post, Filtered):
         gaussian_model(owner, post.model)
     if not isinstance(post, Posterior):
+        hint = (
+            "; give its .posterior"
+            if isinstance(getattr(post, "posterior", None), Posterior)
+            else ""
+        )
         raise InputError(
-            f"{owner}: expected what filter or update returned, not {type(post).__name__}."
+            f"{owner}: expected what filter or update returned, not {type(post).__name__}{hint}."
         )

@@ -85,7 +85,8 @@ _ALL = (
     Column(
         "distance_mass",
         "probability",
-        "largest mean weight on one fixed distance, from 1 to 8 tokens back or ahead",
+        "largest mean weight on one fixed distance, from 1 to 8 tokens back or ahead; distances "
+        "that fewer than 8 tokens have do not count, and without any it is null",
         "T12",
     ),
     Column(

@@ -63,7 +63,7 @@ class Examination:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}: {len(x)} rows" for n, x in self.tables.items())
-        name = described(str(self.facts.get("name", "model")))[1:-1]
+        name = described(Path(str(self.facts.get("name", "model"))).name)[1:-1]
         return f"Examination({name}; {sizes})"
 
     def _repr_html_(self) -> str:
@@ -139,7 +139,7 @@ class Examination:
         number = names.index(text) if isinstance(text, str) and text in names else text
         if not isinstance(number, int) or not 0 <= number < len(names):
             listed = ", ".join(f"{k} ({name})" for k, name in enumerate(names))
-            raise InputError(f"head: text {text!r} is not among those kept, {listed}.")
+            raise InputError(f"head: text {text!r} is not among those kept: {listed}.")
         if cells < 1:
             raise InputError(f"head: cells must be at least 1, not {cells}.")
         arguments, shown = self.rerun.arguments[number], self.shown[number]

@@ -193,5 +193,8 @@ def _read(
         if folder is not None and reading.state.pieces:
             raise folder.refusal("other texts")
         if not reading.state.texts and shards.rank == 0:
-            raise InputError("examine: there is no text or image to examine.")
+            raise InputError(
+                "examine: there is no text or image to examine; call it as "
+                "examine(model, tokenizer, texts)."
+            )
     return recorder

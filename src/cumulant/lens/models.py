@@ -166,7 +166,8 @@ def _unreachable(name: str) -> str | None:
         return f"{name} is no folder here, and the hub has no such public model; check the name."
     return (
         f"{name} is no folder here and not in the local cache, and {_hub().constants.ENDPOINT} "
-        f"cannot be reached ({reason_of(failure)}); give a folder, or a .gguf file."
+        f"cannot be reached ({reason_of(failure)}); give a folder, a .gguf file, or one of "
+        f"{', '.join(PACKAGED)}."
     )
 
 

@@ -38,7 +38,7 @@ _ROUNDS = 12  # of Lloyd's algorithm
 @torch.no_grad()
 def laws(
     model: nn.Module,
-    inputs: Sequence[Mapping[str, Tensor]],
+    inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     components: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> DataFrame:
     """How well a Gaussian or a mixture stands in for the keys of each head (T40).
@@ -48,7 +48,8 @@ def laws(
 
     Args:
         model: a Hugging Face model.
-        inputs: arguments of the model, batch by batch; ``attention_mask`` marks padding.
+        inputs: arguments of the model, of one batch or batch by batch; ``attention_mask`` marks
+            padding.
         components: sizes of the mixtures; 1 is the Gaussian.
 
     Returns:
@@ -60,7 +61,8 @@ def laws(
 
     >>> import cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
-    >>> table = cm.lens.laws(model, [tokenizer("To be, or not to be", return_tensors="pt")], (1,))
+    >>> inputs = tokenizer("To be, or not to be", return_tensors="pt")
+    >>> table = cm.lens.laws(model, inputs, (1,))
     >>> len(table)  # 6 layers, 12 heads
     72
     """
@@ -85,7 +87,7 @@ def laws(
             sums[layer, n] = sums.get((layer, n), 0) + own
 
     with edited(model, answer):
-        for arguments in inputs:
+        for arguments in [inputs] if isinstance(inputs, Mapping) else inputs:
             mask = arguments.get("attention_mask")
             real = torch.ones(1, 1, dtype=torch.bool) if mask is None else mask.bool()
             model(**arguments)

@@ -48,6 +48,7 @@ _MEANS = (
 )
 # k90 / visible is counted in cells (c - 1, c] / CELLS; 1/2, 1/8 and 1/32 are edges of cells.
 CELLS = 8192
+FEWEST_AT_DISTANCE = 8  # queries; over fewer a mean says nothing of the head
 # Entries of each parameter that, with its sum, identify a model.
 SAMPLED = 1024
 
@@ -140,8 +141,8 @@ def _pattern_columns(sums: Mapping[str, Tensor]) -> dict[str, list[Any]]:
         if name in sums and bool(sums[f"{name}_count"].any()):
             mean = tolist(sums[name] / sums[f"{name}_count"])
             columns[name] = [None if x != x else x for x in mean]
-    if "distances" in sums and bool(sums["distance_counts"].any()):
-        mean = sums["distances"] / sums["distance_counts"].clamp_min(1.0)
+    if "distances" in sums and bool((often := sums["distance_counts"] >= FEWEST_AT_DISTANCE).any()):
+        mean = (sums["distances"] / sums["distance_counts"]).where(often, -1.0)
         largest = mean.max(-1)
         columns["distance"] = [DISTANCES[i] for i in tolist(largest.indices)]
         columns["distance_mass"] = tolist(largest.values)

@@ -92,7 +92,7 @@ def named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> It
             yield each
         else:
             raise InputError(
-                f"examine: texts must be strings, but text {number} is a {type(each).__name__}."
+                f"examine: texts must be strings, but text {number} has type {type(each).__name__}."
             )
 
 

@@ -90,6 +90,12 @@ def test_bounds_from_both_sides():
 def test_names_are_found_as_people_write_them():
     assert [c.id for c in select(["t4", " T04 ", "T4"])] == ["T4"]
     assert [c.id for c in select(["T4", "T1"])] == ["T1", "T4"]
+    assert [c.id for c in select("T4")] == ["T4"]
+    assert [c.id for c in select(["T41"])] == ["T41a", "T41b"]
+    assert [c.id for c in select(["t37"])] == ["T37a", "which-weights"]
+    assert {c.id for c in select(["T36"])} == {
+        *("random-features", "recall-capacity", "why-exponential")
+    }
     with pytest.raises(InputError, match=r"no claim 'T99'; the claims are T1, T2, .*T33, "):
         select(["T99"])
     for name in ("", "T²", "T4²", "T" + "4" * 5000, "T-4"):

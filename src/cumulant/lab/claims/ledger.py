@@ -7,7 +7,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -70,7 +70,8 @@ def select(names: Iterable[str] = (), *, evidence: str | None = None) -> list[Cl
     """The claims of these ids, in the ledger's order; all if none is named.
 
     Args:
-        names: ids, in any case.
+        names: ids, in any case. T41 stands for T41a and T41b, and a statement without an entry of
+            its own (T36) for the recorded studies that cite it.
         evidence: only claims that rest on this kind of evidence.
 
     Raises:
@@ -81,14 +82,28 @@ def select(names: Iterable[str] = (), *, evidence: str | None = None) -> list[Cl
     known = claims()
     by_name = {name.lower(): name for name in known}
     wanted: set[str] = set()
-    for given in names:
+    for given in [names] if isinstance(names, str) else names:
         name = given.strip().lower()
         name = re.sub(r"^t0+(?=[0-9])", "t", name)  # T07 is T7 to a person
-        if name not in by_name:
+        found = {name} if name in by_name else _standing_for(name, known)
+        if not found:
             raise InputError(f"there is no claim {given!r}; the claims are {', '.join(known)}.")
-        wanted.add(name)
+        wanted |= found
     chosen = [known[by_name[n]] for n in by_name if not wanted or n in wanted]
     return [claim for claim in chosen if evidence is None or claim.evidence == evidence]
+
+
+def _standing_for(name: str, known: Mapping[str, Claim]) -> set[str]:
+    """Claims that are parts of a statement, or studies whose source cites it."""
+    if re.fullmatch("t[0-9]+", name) is None:
+        return set()
+    cites = re.compile(rf"\b{name}[a-z]?\b", re.IGNORECASE)
+    return {
+        other.lower()
+        for other, claim in known.items()
+        if re.fullmatch(f"{name}[a-z]", other.lower())
+        or (not other.startswith("T") and cites.search(claim.source))
+    }
 
 
 @dataclass(frozen=True)
