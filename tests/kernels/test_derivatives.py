@@ -236,3 +236,13 @@ def test_gradients_only_where_asked():
     assert grad.requires_grad
     (second,) = torch.autograd.grad(grad.sin().sum(), query)
     assert second.isfinite().all()
+
+
+def test_the_older_vmap_is_refused_with_what_to_use():
+    x = torch.randn(1, 4, 3, requires_grad=True)
+    y = cm.scaled_dot_product_attention(x, x, x)
+    with pytest.raises(cm.InputError, match=r"torch\.func\.vmap, jacrev or jacfwd"):
+        torch.autograd.grad(y, x, torch.eye(12).reshape(12, 1, 4, 3), is_grads_batched=True)
+    entropy = cm.attend(x, x, x).entropy
+    with pytest.raises(cm.InputError, match=r"torch\.func\.vmap"):
+        torch.autograd.grad(entropy, x, torch.eye(4)[:, None], is_grads_batched=True)

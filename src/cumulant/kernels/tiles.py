@@ -30,8 +30,9 @@ from torch import Tensor
 
 from cumulant.core.calling import Function
 from cumulant.core.eager import eager
+from cumulant.core.errors import InputError
 from cumulant.core.precision import without_autocast
-from cumulant.core.typed import functions
+from cumulant.core.typed import functions, functorch
 from cumulant.kernels.band import Band
 from cumulant.kernels.ring import Ring
 from cumulant.kernels.workspace import Workspace
@@ -40,6 +41,11 @@ __all__ = ["Band", "Program", "Tile", "evaluate", "iterate", "tile_sum", "walk"]
 
 Named = Mapping[str, Tensor]
 Arguments = dict[str, Tensor]
+
+_LEGACY = (
+    "torch.autograd.grad(..., is_grads_batched=True) and jacobian(..., vectorize=True) use an "
+    "older vmap, which custom functions do not support; use torch.func.vmap, jacrev or jacfwd."
+)
 
 
 @dataclass(frozen=True)
@@ -352,6 +358,8 @@ class _TileSum(Function):
 
     @staticmethod
     def forward(program: Program, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        if any(map(functorch.is_legacy_batchedtensor, tensors)):  # torch may crash on what follows
+            raise InputError(_LEGACY)
         arguments = dict(zip(names, tensors, strict=True))
         with without_autocast(tensors[0]):
             hides = removes_keys(arguments, program.band)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,9 @@ def test_names_are_found_as_people_write_them():
     assert [c.id for c in select("T4")] == ["T4"]
     assert [c.id for c in select(["T41"])] == ["T41a", "T41b"]
     assert [c.id for c in select(["t37"])] == ["T37a", "which-weights"]
+    theory = Path(__file__).parents[3] / "docs" / "theory.md"
+    named = {*re.findall(r"Claim `([a-z]+)`", theory.read_text().split("## T42.")[1])}
+    assert {c.id for c in select(["T42"])} == {*named, "dot-or-cosine"}
     assert {c.id for c in select(["T36"])} == {
         *("random-features", "recall-capacity", "why-exponential")
     }

@@ -47,6 +47,9 @@ __all__ = [
 FOLDERS = ("theory", "systems")
 
 
+NEIGHBORS = ("rbm", "mondeq", "node", "esn", "wakesleep", "norms")  # of T42
+
+
 @cache
 def claims() -> dict[str, Claim]:
     """Every claim by its id: T1 to T42, then the systems by name.
@@ -70,8 +73,8 @@ def select(names: Iterable[str] = (), *, evidence: str | None = None) -> list[Cl
     """The claims of these ids, in the ledger's order; all if none is named.
 
     Args:
-        names: ids, in any case. T41 stands for T41a and T41b, and a statement without an entry of
-            its own (T36) for the recorded studies that cite it.
+        names: ids, in any case. T41 stands for T41a and T41b, T42 for the systems it lists, and a
+            statement without an entry of its own (T36) for the recorded studies that cite it.
         evidence: only claims that rest on this kind of evidence.
 
     Raises:
@@ -102,6 +105,7 @@ def _standing_for(name: str, known: Mapping[str, Claim]) -> set[str]:
         other.lower()
         for other, claim in known.items()
         if re.fullmatch(f"{name}[a-z]", other.lower())
+        or (name == "t42" and other in NEIGHBORS)
         or (not other.startswith("T") and cites.search(claim.source))
     }
 
