@@ -158,6 +158,9 @@ def test_theory_has_every_statement_with_its_test_and_its_claim(pages):
     six = re.findall(r"Claim `(\w+)`", sections.pop("T42"))  # T42 is six systems, by name
     assert len(six) == 6
     assert set(six) <= set(claims())
+    studies = re.findall(r"`([a-z-]+)`", sections.pop("T36").split("recorded studies")[-1])
+    assert studies  # T36 is decided by studies, which are claims by their names
+    assert set(studies) <= set(claims())
     assert list(sections) == [name for name in claims() if re.fullmatch(r"T\d+[a-z]?", name)]
     (page,) = (page for path, page in pages.items() if path.name == "theory.html")
     for number, section in sections.items():
