@@ -40,7 +40,10 @@ class Client:
                 connection.putheader(name, value)
         connection.endheaders(body)
         answer = connection.getresponse()
-        content = answer.read()
+        try:
+            content = answer.read()
+        except ConnectionResetError:  # a refusal closes the connection without reading the body
+            content = b""
         connection.close()
         return answer.status, dict(answer.getheaders()), content
 

@@ -302,7 +302,7 @@ def measure(trial: Trial) -> Found:
         / (PLACES * len(seen)),
         "wide_error": sum(away(f.context, c) for f, _, c in seen) / len(seen),
     }
-    return Found(numbers, rows=rows, ratios=ratios)
+    return Found(numbers, rows=rows, ratios=ratios, dimensions=tuple(points))
 
 
 def draw(figure: Any, seen: Any) -> None:
@@ -311,7 +311,7 @@ def draw(figure: Any, seen: Any) -> None:
     for axes, name in ((left, "gap"), (right, "away")):
         for i, length in enumerate(LENGTHS):
             means = [
-                np.mean([row[name] for d in (2, 3) for row in seen.rows[d, ratio, length]])
+                np.mean([row[name] for d in seen.dimensions for row in seen.rows[d, ratio, length]])
                 for ratio in seen.ratios
             ]
             label = f"|v|² = {length:g} d"
