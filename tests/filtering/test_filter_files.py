@@ -127,8 +127,8 @@ def test_numbers_stand_for_matrices(tmp_path):
             initial_covariance="[[100]]",
         )
     )
-    assert names == (["calm", "wild"], ["x"])
-    assert default == (["mode 1", "mode 2"], ["state 1"])
+    assert names == (["calm", "wild"], ["x"], {})
+    assert default == (["mode 1", "mode 2"], ["state 1"], {})
     y = torch.randn(9, 1, dtype=torch.float64)
     one, two = (cm.filtering.filter(m, y).log_likelihood for m in (short, full))
     assert short.dtype == torch.float64
@@ -179,7 +179,7 @@ def test_a_model_without_a_state(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"noise": "1"}, "no key is called 'noise'; the keys are names, states, transition"),
+        ({"noise": "1"}, "no key is called 'noise'; the keys are names, states, units, transition"),
         ({"emission": None}, "emission is missing"),
         ({"emission": None, "dynamics": None}, "dynamics, emission are missing"),
         ({"dynamics": "= 3"}, r"not valid TOML: .*line 3"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cumulant as cm
-from cumulant.cli import filter as command
+from cumulant.cli import filter_run as command
 from cumulant.cli import main
 from cumulant.filtering.model_files import read_model
 from cumulant.filtering.recursion import scheme_of

@@ -8,7 +8,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +32,7 @@ class Names(NamedTuple):
 
     modes: list[str]
     states: list[str]
-    units: Mapping[str, str] = MappingProxyType({})
+    units: Mapping[str, str] = {}  # a plain dict: models are pickled with their names
 
     def __repr__(self) -> str:
         units = f", units={dict(self.units)}" * bool(self.units)
