@@ -24,7 +24,10 @@ TOLERANCE = 5e-6
 
 @pytest.fixture
 def asked(engine, monkeypatch):
-    """The questions that the engine answered, in order; other engines are not tested here."""
+    """The questions that the engine answered, in order; other engines are not tested here.
+
+    A NaN is no answer: on the CPU the tiles would then compute the call again, on a GPU nobody.
+    """
     if engine != "triton":
         pytest.skip("a test of the Triton engine")
     from cumulant.kernels.triton import answers
@@ -34,7 +37,8 @@ def asked(engine, monkeypatch):
 
         def counted(*args, _name=name, _ask=getattr(answers, name), **named):
             out = _ask(*args, **named)
-            answered.append(_name if out is not None else f"no {_name}")
+            number = out is not None and not any(x.isnan().any() for x in out.values())
+            answered.append(_name if number else f"no {_name}")
             return out
 
         monkeypatch.setattr(answers, name, counted)
@@ -158,6 +162,14 @@ def test_bias_hides(asked):
     expected = derivatives(lambda *xs: dense(*xs, mask=~hidden), xs)
     found = derivatives(lambda *xs: attended(*xs, bias), [x.float() for x in xs])
     agree(found, expected, asked)
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -1e30])
+def test_padding_on_the_left(asked, least):
+    """As models mask it: whole tiles of keys with the least number as bias, then visible ones."""
+    bias = torch.randn(20, 50, dtype=torch.float64)
+    bias[:, :40] = least
+    compare([*qkv(), bias], asked)
 
 
 def test_shared_keys(asked):
@@ -444,6 +456,28 @@ def test_compiled_without_a_break(asked):
     found = once(compiled, [x.float() for x in (q, k, v)])
     agree(found, once(theirs, [q, k, v]), asked)
     assert asked == ["forward", "gradient"]
+
+
+def test_calls_beyond_the_counters_are_not_taken():
+    """Offsets of more than 2^31 inside a tile, and more blocks of keys than a launch can have."""
+    from cumulant.kernels.triton import answers
+
+    near = {n: torch.empty(2**27, 16, device="meta") for n in ("query", "key", "value")}
+    assert answers._taken(near) is not None
+    for name in near:
+        far = {**near, name: torch.empty(16, 2**28, device="meta").mT[: 2**27]}
+        assert answers._taken(far) is None, name
+    strided = torch.empty(2**27, 64, device="meta")[:, :1]
+    assert answers._taken({**near, "log_normalizer": strided}) is None
+
+    many, few = 2**21 + 33, torch.zeros(1, 1, 1)
+    keys = torch.zeros(1, 1, 16).expand(1, many, 16)
+    bias = torch.zeros(1, 1, many)
+    given = {"query": few.expand(1, 1, 16), "key": keys, "value": keys, "bias": bias}
+    given |= {"log_normalizer": few, "cotangent log_normalizer": few}
+    wanted = (Result("bias", "ij", tuple(bias.shape)),)
+    program = Program(lambda *_: {}, {}, wanted, (1, many), whole_rows=True)
+    assert answers.gradient(program, given, scale=1.0, rate=0.0) is None
 
 
 def test_what_is_not_taken_goes_to_the_tiles(asked):

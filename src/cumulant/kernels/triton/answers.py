@@ -26,7 +26,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 256
 _MOST_PAIRS = 2**31 - 2**16  # queries and keys are counted in int32
-_MOST_MEMBERS = 65_535  # of the second dimension of a launch
+_MOST_MEMBERS = 65_535  # of the second and third dimension of a launch
+_MOST_ROWS = 64  # of a tile
+_FARTHEST = 2**31  # offsets inside a tile are counted in int32
 _MEASURE = ("query", "key", "value", "bias", "mask", "seed", "cap")
 _VALUES = ("value", "along value", "cotangent mean")
 _VECTORS = ("query", "key", "along query", "along key", *_VALUES)  # of one dtype
@@ -50,11 +52,21 @@ def _taken(arguments: Named) -> Arguments | None:
             return None
         if x.numel() == 0 or (name in _VECTORS and x.dtype != query.dtype):
             return None
+        if _reach(name, x) >= _FARTHEST:
+            return None
         zeros = x._is_zerotensor()
         out[name] = (
             torch.zeros(x.shape, dtype=x.dtype, device=x.device) if zeros else x.resolve_neg()
         )
     return out
+
+
+def _reach(name: str, x: Tensor) -> int:
+    """The farthest offset that kernels count in int32; those of pairs are int64."""
+    if name.split(" ")[-1] in _PAIRS:
+        return 0
+    rows = x.shape[-2] if name in _COLUMNS else min(x.shape[-2], _MOST_ROWS)
+    return (rows - 1) * x.stride(-2) + (x.shape[-1] - 1) * x.stride(-1)
 
 
 def _batch(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -93,8 +105,11 @@ class _Call:
                 for k, s in zip(kept, strides, strict=True):
                     k.append(s[d])
         missing = 3 - len(sizes)
-        blocks = [self._blocks(n) for n in kernels]
-        self.fits = None not in blocks and missing >= 0 and math.prod(sizes) <= _MOST_MEMBERS
+        blocks = {n: self._blocks(n) for n in kernels}
+        bias = blocks.get("to_bias")
+        across = 0 if bias is None else -(-results["to bias"].shape[-1] // bias.columns)
+        counts = max(math.prod(sizes), across)
+        self.fits = None not in blocks.values() and missing >= 0 and counts <= _MOST_MEMBERS
         self.sizes = (*(1,) * missing, *sizes)
         self._strides = {n: (*(0,) * missing, *k) for n, k in zip(self.tensors, kept, strict=True)}
 

@@ -59,7 +59,8 @@ def forward(z, value, to):
             where = tl.where(largest > peak, first.to(tl.float32), where)
         new = tl.maximum(peak, largest)
         safe = tl.where(new == -float("inf"), 0.0, new)
-        shift = tl.where(peak == -float("inf"), 0.0, peak - safe)
+        # Bounded, so that 0 times it is 0: masks of -1e38 are far below what comes after them.
+        shift = tl.where(peak == -float("inf"), 0.0, tl.maximum(peak - safe, -1000.0))
         r = tl.where(peak == -float("inf"), 0.0, tl.exp(shift))
         log = s - safe[:, None]
         p = tl.exp(log)

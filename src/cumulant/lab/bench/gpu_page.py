@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +20,7 @@ from cumulant.lab.bench.costs import GPUS, WORK, ratio
 if TYPE_CHECKING:  # Triton need not be installed
     from cumulant.kernels.triton.compiling import Compiled
 
-__all__ = ["Line", "compile_all", "costs", "markdown", "summary"]
+__all__ = ["Line", "compile_all", "costs", "fingerprint", "markdown", "summary"]
 
 _TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
 # bfloat16 stands for half precision: float16 needs the same on NVIDIA's GPUs, nearly so on AMD's.
@@ -111,6 +114,20 @@ def summary(rows: Sequence[Line]) -> str:
     return "\n".join([*lines, f"{len(rows)} tiles in {total} compiled launches: {said}."])
 
 
+def fingerprint() -> str:
+    """A hash of the kernels as they are compiled: without comments and docstrings."""
+    found: list[str] = []
+    for name in ("tile.py", "sums.py"):
+        tree = ast.parse(files("cumulant.kernels.triton").joinpath(name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
+                node
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+        found.append(ast.unparse(tree))
+    return hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
+
+
 def costs() -> list[str]:
     """The cost model as two Markdown tables."""
     lines = [
@@ -144,7 +161,8 @@ _PAGE = """\
 H100 (`cuda:90`) and MI300 (`hip:gfx942`) and checked in Triton's interpreter against dense
 attention in float64. Written by `{command}`
 with Triton {triton}, which compiles without a GPU and fails if a tile spills registers or needs
-more shared memory than the GPU has.
+more shared memory than the GPU has. The kernels were those of fingerprint `{fingerprint}`; a test
+fails if they or the table of tiles change without this page.
 
 On a GPU, run `cumulant doctor --self-test` first (validates the kernels there, picks the fastest
 tiles, and has them compute what torch's own attention does not), then
@@ -213,6 +231,7 @@ def markdown(rows: Sequence[Line], command: str) -> str:
     return _PAGE.format(
         command=command,
         triton=metadata.version("triton"),
+        fingerprint=fingerprint(),
         costs="\n".join(costs()),
         verdict=verdict,
         lines="\n".join(lines),
