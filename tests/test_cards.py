@@ -79,6 +79,12 @@ def test_attended_shows_its_statistics():
     assert "1 of 2 queries see no key" in words(checked(half._repr_html_()))
 
 
+def test_the_median_of_an_even_count_lies_between_the_middle_two():
+    known = cm.Attended.from_lse(torch.zeros(4, 1), torch.tensor([1.0, 2.0, 4.0, 9.0]))
+    rows = {r[0].text: [c.text for c in r[1:]] for r in checked(known._repr_html_()).iter("tr")}
+    assert ["1", "3", "9"] in [row[:3] for row in rows.values()]
+
+
 def test_attended_leaves_other_modes_alone():
     x = torch.randn(5, 3, requires_grad=True)
     a = cm.attend(x, x)

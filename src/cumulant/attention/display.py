@@ -113,7 +113,7 @@ def _row(name: str, x: Tensor) -> list[object]:
     if not known.numel():
         return [LABELS[name], "–", "–", "–", ""]
     low, high = float(known.min()), float(known.max())
-    middle = number(float(known.median()))
+    middle = number(float(known.quantile(0.5)))
     return [LABELS[name], number(low), middle, number(high), _histogram(known, low, high, name)]
 
 

@@ -147,11 +147,14 @@ def _end(
             shown.print(f"The ledger is in {escape(str(output))}: {LEDGER}, ledger.md, figures.")
     if output is not None and not keep.pictures:
         typer.echo("cumulant: no figures; they need: pip install '.[plot]'", err=True)
-    if unrun:
-        names = ", ".join(row["id"] for row in unrun)
-        line = f"{names} not run: {unrun[0]['not_run']}"
-        if len(unrun) == len(rows):
-            raise InputError(line)
+    reasons = dict.fromkeys(row["not_run"] for row in unrun)
+    lines = [
+        f"{', '.join(x['id'] for x in unrun if x['not_run'] == why)} not run: {why}"
+        for why in reasons
+    ]
+    if unrun and len(unrun) == len(rows):
+        raise InputError("; ".join(lines))
+    for line in lines:
         typer.echo(f"cumulant: {line}", err=True)
     departed = [row for row in rows if row["departs"]]
     for row in departed:

@@ -103,8 +103,8 @@ def _curves(run: Trajectory) -> Markup:
     x: list[float] = tolist(run.times.cpu()[chosen].double())
     drawn: list[tuple[str, Markup]] = []
     for i, (name, values) in enumerate(run.observables.items()):
-        y = values.detach().cpu()[chosen].double().reshape(len(chosen), -1).median(-1).values
+        y = np.median(values.detach().cpu()[chosen].double().reshape(len(chosen), -1), -1)
         label = name.replace("_", " ")
-        line = Line(tolist(y), HUES[i % len(HUES)])
+        line = Line(y.tolist(), HUES[i % len(HUES)])
         drawn.append((label, curves(x, [line], f"{label} against time")))
     return columns(*drawn) if drawn else Markup("")

@@ -85,6 +85,7 @@ def text_view(run: Run) -> dict[str, Any]:
     layers = [columns_of(seen) for seen in run.seen]
     every = {name: torch.stack([x[name] for x in layers]) for name in STATISTICS}
     means = {name: x.mean(-1) for name, x in every.items()}
+    # Of an even count the lower of the middle two: between two classes there is none.
     means["class"] = every["class"].median(-1).values
     return {
         "statistics": {name: rounded(x) for name, x in every.items()},

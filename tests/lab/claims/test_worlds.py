@@ -100,21 +100,23 @@ def hasty(patch: Patch) -> None:
 
 
 WORLDS = {
-    "T38: fast walks, short words": ("T38", hasty),
-    "norms: pairs that change": ("norms", other_partners),
-    "T34: clusters of one size": ("T34", one_temperature),
-    "T34: heavy tails": ("T34", heavy_tails),
-    "T17: diffusion": ("T17", diffusion),
-    "T20: always cold": ("T20", cold),
-    "T21: more noise": ("T21", noisier),
-    "T31: a text that walks": ("T31", walked_text),
+    "T38: fast walks, short words": ("T38", hasty, "holds"),
+    "norms: pairs that change": ("norms", other_partners, "does not hold in general"),
+    "T34: clusters of one size": ("T34", one_temperature, "does not hold in general"),
+    "T34: heavy tails": ("T34", heavy_tails, "does not hold in general"),
+    "T17: diffusion": ("T17", diffusion, "holds"),
+    "T20: always cold": ("T20", cold, "does not hold in general"),
+    "T21: more noise": ("T21", noisier, "does not hold in general"),
+    "T31: a text that walks": ("T31", walked_text, "open"),
 }
 
 
-@pytest.mark.parametrize(("name", "change"), WORLDS.values(), ids=WORLDS.keys())
-def test_another_world_another_verdict(name, change, monkeypatch):
+@pytest.mark.parametrize(("name", "change", "expected"), WORLDS.values(), ids=WORLDS.keys())
+def test_another_world_another_verdict(name, change, expected, monkeypatch):
     change(monkeypatch)
-    assert judged(name) != claims()[name].recorded
+    found = judged(name)
+    assert found == expected
+    assert found != claims()[name].recorded
 
 
 def test_the_counts_of_the_novels_are_those_of_the_text():

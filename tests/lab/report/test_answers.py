@@ -39,6 +39,14 @@ def test_every_question_of_the_page_with_its_answer_figure_and_claims():
         assert 'href="#' in a.short + a.evidence, a.question
 
 
+def test_every_question_is_answered_in_two_sentences():
+    for section in SOURCE.split("\n## ")[1:]:
+        question, _, body = section.partition("\n")
+        if "![" in body:
+            answer = body.split("![")[0]
+            assert 1 <= len(re.findall(r"[.!?](?=\s)", answer)) <= 2, question
+
+
 def test_what_is_written_there_is_shown_here(monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "answers.md").write_text(

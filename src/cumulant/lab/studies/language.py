@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
@@ -85,7 +86,7 @@ class Language:
         return {"bits": self._bits("validation", 32), **found}
 
     def finish(self) -> dict[str, float]:
-        norms = {n: sorted(x)[len(x) // 2] for n, x in self.gradients.items()}
+        norms = {n: median(x) for n, x in self.gradients.items()}
         validation = self._bits("validation", self.settings["windows"])
         found = {"bits": self._bits("test", self.settings["windows"]), "validation": validation}
         found |= self._attention() | norms

@@ -20,6 +20,8 @@ CLAIM = Claim(
     "x' = −x + tanh(Wx + u), the leak a its step size; where |W| < 1 the start is forgotten.",
     source="main draft, §2.2, after Jaeger et al. (2007)",
     formula=r"x_{n+1} = (1 - a)\, x_n + a \tanh(W x_n + u), \qquad \dot x = -x + \tanh(W x + u)",
+    bounds="A fit to leaks at which errors are not yet quite proportional to the leak: a tenth "
+    "tells order 1 from 2.",
     recorded="holds",
     systems=("echo-state network", "leaky integrator"),
     tests=("tests/laws/test_neighbors.py",),

@@ -24,6 +24,7 @@ CLAIM = Claim(
     "minus log k.",
     source="main draft, section 1; Mikolov et al. (2013); Levy and Goldberg (2014)",
     formula=r"\langle w, c \rangle = \log \frac{P(c \mid w)}{P(c)} - \log k",
+    bounds="Five standard errors do not come by chance.",
     recorded="holds",
     systems=("word2vec",),
     tests=("tests/contrastive/test_sampled.py",),

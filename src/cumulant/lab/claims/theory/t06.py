@@ -26,6 +26,9 @@ CLAIM = Claim(
     source="exponential family draft, eq. (1) to (3); proofs draft, Theorem 1b",
     formula=r"G(\eta) = A(\theta + \eta) - A(\theta), \qquad "
     r"G(\eta) = +\infty \ \text{outside the domain}",
+    bounds="The spread over 400 sets of random keys has a standard error of 3.5%, and 30 keys, "
+    "the smallest set, are a little off the limit law: a quarter allows for both. Another "
+    "power than 1/√N would miss the largest set by a factor of several.",
     recorded="holds",
     tests=(
         "tests/laws/test_tilted_measures.py",

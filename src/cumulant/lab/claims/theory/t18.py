@@ -29,6 +29,10 @@ CLAIM = Claim(
     source="message passing draft, §4.1 and eq. (15)",
     formula=r"P(\eta_i \mid \mu) \propto \rho_i\, e^{\langle \eta_i, \mu \rangle - G(\eta_i)}, "
     r"\qquad \mu = \operatorname{E}[x \mid \eta_i]",
+    bounds="Five standard errors, the worst of 36 counts, come by chance once in 50,000 runs. "
+    "The longest point is the farthest that any mean can be inside the hull, 1; five "
+    "times as far is outside by any account. A normalizer that doubles at every step has "
+    "no bound.",
     recorded="holds with a correction",
     systems=("Gibbs alternation",),
     tests=("tests/laws/test_gibbs.py",),

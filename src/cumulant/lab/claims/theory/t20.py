@@ -54,7 +54,7 @@ CLAIM = Claim(
     "that differ everywhere would reach it at every β. Two outcomes count as equal if recall "
     "differs by less than 0.1, and as different if at some β it differs by at least 0.5. The "
     "sweep replaced a run at β = 0.7 alone after it was known to end otherwise at 0.5 and 0.9.",
-    finding="The first step is the same. From β = {region_low:g} to {region_high:g} fixed "
+    finding="The first step is the same. {where} fixed "
     "patterns recall at least 80% of the noisy patterns and changing ones at most half "
     "({fixed_recalled:.0%} and {changing_recalled:.0%} at β = 0.7, where the energy of changing "
     "patterns rises by {changing_rise:.2f} or more). At β = 0.3 and at β = 2 both end the same "
@@ -130,7 +130,11 @@ def measure(trial: Trial) -> Found:
         "changing_rise": shown.changing.energy.diff(dim=0).amax((0, 2)).min(),
     }
     energies = {"fixed": shown.fixed.energy[:, 0], "changing": shown.changing.energy[:, 0]}
-    return Found(numbers, energies=energies, both=both, betas=betas)
+    where = "At no β tried"
+    if region:
+        low, high = region[0], region[-1]
+        where = f"From β = {low:g} to {high:g}" if high > low else f"At β = {low:g} alone"
+    return Found(numbers, energies=energies, both=both, betas=betas, where=where)
 
 
 def draw(figure: Any, seen: Any) -> None:

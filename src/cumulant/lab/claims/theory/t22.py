@@ -43,7 +43,9 @@ CLAIM = Claim(
     "there, 1.4 for independent weights and 2 for an antisymmetric one; a tenth counts as "
     "symmetric, a half does not. What it adds is the Hopfield update of its first weights if their "
     "cosine is 1; half of that supports the claim, and 0 or less refutes it. The model nearest to "
-    "the claim decides. Only rounding separates tied layers from a gradient.",
+    "the claim decides. Only rounding separates tied layers from a gradient. The first rule judged "
+    "independent random matrices, which say nothing about trained ones; this one was written "
+    "before their Jacobians were measured.",
     recorded="holds with a correction",
     systems=("classical Hopfield network",),
     tests=("tests/laws/test_hopfield.py",),

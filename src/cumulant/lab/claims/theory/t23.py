@@ -47,7 +47,8 @@ CLAIM = Claim(
     "decided by what can be: whether queries and keys are the less sensitive. By derivatives, the "
     "ratio must be at least 1; by function, replacing W_q and W_k by the identity in one layer "
     "must cost less than replacing W_v and W_o, beyond two standard errors over layers in both "
-    "models, and is refuted if it costs more by as much in either.",
+    "models, and is refuted if it costs more by as much in either. The ratio of derivatives was "
+    "noted before it became part of the rule, so its number was known; the losses were not.",
     recorded="open",
     tests=("tests/lens/test_sensitivity.py", "tests/lens/test_weights.py"),
     needs=NEEDS,

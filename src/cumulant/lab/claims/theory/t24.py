@@ -31,6 +31,10 @@ CLAIM = Claim(
     source="exponential family draft, eqs. (4) and (5); main draft, section 1",
     formula=r"\ell(q) = -\langle q, k^+\rangle/\tau + G(q/\tau), \qquad"
     r" \nabla_q \ell = \left(\operatorname{E}[k] - k^+\right)/\tau",
+    bounds="Five standard errors do not come by chance; three say that a bias is there. "
+    "Contrastive divergence instead of contrastive learning, a slip of wording, was of "
+    "the statement at first and made this a correction; its number is noted since: a rule "
+    "changed after its numbers.",
     recorded="holds",
     systems=("InfoNCE", "sampled softmax"),
     tests=("tests/contrastive/test_info_nce.py", "tests/contrastive/test_sampled.py"),

@@ -26,6 +26,8 @@ CLAIM = Claim(
     source="proofs draft, §B, end, after McBal's mean-field reading of transformers",
     formula=r"m_i = \nabla G_{h_i}\left(\sum_j J_{ij} m_j + b_i\right), \qquad "
     r"\nabla G_{\mathrm{sphere}}(\eta) = A_d(\|\eta\|) \frac{\eta}{\|\eta\|}",
+    bounds="Symmetric couplings would have an asymmetry of rounding, about 1e-16; 0.01 is far "
+    "above that.",
     recorded="holds",
     systems=("mean-field vector spins (McBal)",),
     tests=("tests/laws/test_spins.py", "tests/laws/test_sphere.py"),

@@ -25,6 +25,8 @@ CLAIM = Claim(
     formula=r"e^{-\beta E(\xi)} \propto \sum_i e^{\frac{\beta}{2}\|x_i\|^2}"
     r" e^{-\frac{\beta}{2}\|\xi - x_i\|^2}, \qquad i \sim \operatorname{softmax}"
     r"(\beta X \xi), \quad \xi \sim \mathcal{N}(x_i, I/\beta)",
+    bounds="Five standard errors do not come by chance. χ² with three degrees of freedom exceeds "
+    "30 once in 700,000 draws.",
     recorded="holds",
     systems=("Gaussian–categorical restricted Boltzmann machine",),
     tests=("tests/laws/test_hopfield.py", "tests/laws/test_gibbs.py"),
