@@ -112,6 +112,8 @@ def _chosen(
     from cumulant.lab.studies.reading import selected
 
     names = [x.strip() for part in only or () for x in part.split(",") if x.strip()]
+    if only and not names:
+        raise InputError(f"--only names no variant; the variants are {', '.join(given.variants)}.")
     chosen = selected(given, names)
     chosen = chosen.quickly() if quick else chosen
     if minutes is not None:

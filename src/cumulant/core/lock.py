@@ -32,7 +32,8 @@ def locked(path: str | os.PathLike[str], what: str | None = None) -> Generator[N
         what: name of the resource in the error; default the folder.
 
     Raises:
-        InputError: another run holds the lock; names its process and host.
+        InputError: another run holds the lock (names its process and host), or the folder cannot
+            be made or written to.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder, "lock")):
@@ -61,15 +62,17 @@ def _acquire(path: Path, what: str) -> int | None:
     try:
         fcntl = import_module("fcntl")
     except ImportError:  # Windows
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         return None
     _close_in_children()
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:  # the folder went with the run before
             continue
+        except OSError as error:
+            raise InputError(f"cannot write {printable(path)}: {error.strerror}.") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = True
@@ -90,6 +93,14 @@ def _acquire(path: Path, what: str) -> int | None:
                 _held.add(file)
                 return file
         os.close(file)
+
+
+def _make_folder(folder: Path) -> None:
+    """Without the check of `make_folder` for write access, which a vanishing folder would fail."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {printable(folder)}: {error.strerror}.") from None
 
 
 @cache

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ def similarity(kernel: str | Callable[[Tensor], Tensor] | Similarity) -> Similar
                 f"a Taylor kernel needs an even degree from 2, not {degree}: odd ones are negative "
                 "for some scores, and negative weights have no normalizer."
             )
-        return Similarity(kernel, weight=lambda s: _taylor(s, degree))
+        return Similarity(kernel, weight=partial(_taylor, degree=degree))
     raise InputError(f"there is no kernel {kernel!r}; the kernels are {', '.join(NAMES)}.")
 
 
@@ -153,7 +154,7 @@ def _relu_squared(s: Tensor) -> Tensor:
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
-    return elu(x) + 1
+    return elu(x.contiguous()) + 1  # torch.compile mistakes the strides of elu's gradient otherwise
 
 
 def _constant(x: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ class Attention(nn.Module):
 
     The maps have no biases, so scores are x' W_q' W_k y and the head adds W_o W_v y. With
     ``value_output="tied"`` values are the keys and the output map is W_q', so that the value map is
-    the score matrix and the step is the exact gradient of sum_h G_h at x (T14). A frozen map keeps
-    its random start; identity leaves a head its own d coordinates. Arguments as in `Transformer`.
+    the matrix of the score and the step is a true gradient at x, that of sum_h G_h sqrt(d)/beta
+    (T14). A frozen map keeps its random start; identity leaves a head its own d coordinates.
+    Arguments as in `Transformer`.
     """
 
     def __init__(

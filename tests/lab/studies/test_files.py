@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 import cumulant as cm
@@ -67,12 +69,79 @@ def test_a_file_is_read(write):
         ('title = "t"', 'title = "t', r"is not TOML: .*line 1"),
         ('question = "q"\n', "", r"lacks the key 'question'"),
         ('exp = { kernel = "exp" }', 'exp = { kernal = "exp" }', r"line 14: unknown key 'kernal'"),
+        ("minutes = 1", "minutes = nan", r"line 4: the budget must be positive and finite"),
+        ("seeds = [0, 1]", "seeds = [true, false]", r"line 5: seeds are different integers"),
+        ("seeds = [0, 1]", "seeds = [0, 99999999999999999999]", r"line 5: seeds are different"),
+        ("flips = 0.2", "flips = 0.5", r"line 8: recall: flips must be finite and .* at most 0.49"),
+        ("flips = 0.2", "dims = []", r"line 8: recall: dims must be different positive integers"),
+        ("flips = 0.2", 'betas = ["a"]', r"line 8: recall: betas must be different positive n"),
+        ("rates = [0.1]", "rates = []", r"line 11: rates are different numbers, at least one"),
+        ("rates = [0.1]", 'rates = ["x"]', r"line 11: rates are positive numbers, not x"),
+        ("rates = [0.1]", "rates = [-1]", r"line 11: rates are positive numbers, not -1"),
+        ("rates = [0.1]", "betas = [nan]", r"line 11: betas are positive numbers, not nan"),
+        ("rates = [0.1]", "steps = -2", r"line 11: a search has at least 0 steps"),
+        ('kernel = "taylor2"', 'kernel = "gauss"', r"line 15: there is no kernel 'gauss'; the ker"),
+        ("two = {", '"../two" = {', r"line 15: a variant's name has .*, not '\.\./two'"),
+        ("two = {", '"t\\n" = {', r"a variant's name has .*, not 't\\n'"),
+        ('"capacity"', '"capacty"', r"line 20: unknown quantity 'capacty'; did you mean"),
+        ('"capacity"', '"capacity_7"', r"line 20: unknown quantity 'capacity_7'; did you mean"),
+        ('says = "exp recalls more"', "says = []", r"line 19: key 'says' must be str, not list"),
+        ('above = ["two"]', 'above = "two"', r"line 22: key 'above' must be list, not str"),
+        ('above = ["two"]', 'above = ["exp"]', r"line 21: 'exp' cannot be its own rival"),
+        ('above = ["two"]', "at_least = nan", r"line 22: 'at_least' must be finite"),
+        ('above = ["two"]', "at_least = 1\nby = 0.1", r"line 23: rule 'ahead': 'by' goes with"),
+        ('variant = "exp"', "variant = 3", r"line 21: key 'variant' must be str, not int"),
+        (
+            "[variants]",
+            "[quick]\nsettings = 3\n[variants]",
+            r"line 14: key 'settings' must be dict",
+        ),
+        ("[variants]", "[quick]\nsettings = {most = 0}\n[variants]", r"line 14: recall: most m"),
+        ('title = "t"', "title = " + 5000 * "[", r"is not TOML: maximum recursion"),
+        ('title = "t"', "title = " + 5000 * "9", r"is not TOML: Exceeds the limit"),
     ],
 )
 def test_a_mistake_names_its_line_and_key(write, old, new, says):
     assert old in GOOD
     with pytest.raises(cm.InputError, match=says):
         read(write(GOOD.replace(old, new)))
+
+
+def test_the_line_is_that_of_the_rule(write):
+    """Two tables of one name: the mistake is in the second."""
+    again = GOOD[GOOD.index("[[rules]]") :].replace("ahead", "behind")
+    with pytest.raises(cm.InputError, match="line 30: a rule's form is one of"):
+        read(write(f'{GOOD}form = "noted"\n{again}form = "noisy"\n'.replace("above", "#above", 1)))
+
+
+def test_a_file_that_is_no_text(write, tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(cm.InputError, match="is not TOML: 'utf-8' codec"):
+        read(tmp_path / "mine.toml")
+
+
+def test_garbage_is_an_input_error(write, tmp_path):
+    """Bytes changed, dropped and repeated: an error of one line, or a study."""
+    rng, path = random.Random(0), tmp_path / "mine.toml"
+    told: list[str] = []
+    for _ in range(400):
+        x = bytearray(GOOD.encode())
+        for _ in range(rng.randint(1, 3)):
+            k = rng.randrange(len(x))
+            if rng.random() < 0.5:
+                x[k] = rng.choice(b'[]{}="#,.019-\n\xff')
+            elif rng.random() < 0.5:
+                del x[k : k + rng.randint(1, 6)]
+            else:
+                start = rng.randrange(len(x))
+                x[k:k] = x[start : start + rng.randint(1, 30)]
+        path.write_bytes(bytes(x))
+        try:
+            read(path)
+        except cm.InputError as error:
+            told.append(str(error))
+    assert len(told) > 200
+    assert not any("\n" in x for x in told)
 
 
 def test_unknown_names_list_the_known_ones(write):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from scipy import stats
 
+from cumulant.lab.studies.reading import known
 from cumulant.lab.studies.recording import FOLDER, page, recorded
 from cumulant.lab.studies.results import _plain
 
@@ -39,6 +42,76 @@ def test_page_table_and_verdict_follow_from_the_runs(name):
                 assert numbers(mine[column]) == expected
     assert (DOCS / f"{name}.md").read_text() == page(results)
     assert f"{name}.md" in (DOCS / "index.md").read_text()
+
+
+def students(values):
+    """Mean and 95 % interval by scipy."""
+    if len(values) < 2:
+        return values[0], -math.inf, math.inf
+    found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    return sum(values) / len(values), found.low, found.high
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_intervals_follow_from_the_raw_numbers(name):
+    """The rules' intervals again, from the JSON file and scipy alone."""
+    content = json.loads((FOLDER / f"{name}.json").read_text())
+    rules = {x["name"]: x for x in tomllib.loads(known()[name].read_text())["rules"]}
+
+    def by_seed(rule, variant):
+        rows = [x for x in content["runs"] if x["variant"] == variant and x["stage"] == "final"]
+        return {x["seed"]: x["numbers"][rule["quantity"]] for x in rows}
+
+    checked = 0
+    for told in content["rules"]:
+        rule = rules[told["name"]]
+        if "ranks" in rule or rule["quantity"] == "max_rate":
+            continue  # of the search; `test_runs.py` has them
+        mine = by_seed(rule, rule["variant"])
+        found = [students([*mine.values()])]
+        if rivals := [*rule.get("below", ()), *rule.get("above", ())]:
+            sign = 1 if "below" in rule else -1
+            theirs = [by_seed(rule, rival) for rival in rivals]
+            found = [students([sign * (x[k] - mine[k]) for k in mine]) for x in theirs]
+        mean, low, high = min(found, key=lambda x: x[1])
+        assert (told["mean"], told["low"], told["high"]) == pytest.approx(
+            (mean, low, high), rel=1e-4, abs=1e-6
+        )
+        bound = rule.get("at_most", rule.get("at_least", rule.get("by", 0.0)))
+        good, bad = low >= bound, high < bound
+        if "at_most" in rule:
+            good, bad = high <= bound, low > bound
+        said = "passed" if good else "failed" if bad else "undecided"
+        assert told["outcome"] == ("noted" if rule.get("form") == "noted" else said)
+        checked += 1
+    assert checked >= 2
+
+
+# Quantity of a run, and the point of the curve that is the same measurement.
+SAME = {
+    "dot-or-cosine": {"norm": ("step", None, "norm")},
+    "link-over-training": {
+        "symmetry": ("step", None, "symmetry"),
+        "null": ("step", None, "null"),
+        "definiteness": ("step", None, "definiteness"),
+    },
+    "random-features": {"error_256": ("features", 256, "error")},
+    "recall-capacity": {"capacity_16": ("dimension", 16, "capacity")},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_curves_are_of_the_recorded_runs(name):
+    """What the picture is drawn from agrees with what the verdict is made of."""
+    curves = pd.read_parquet(DOCS / f"{name}.parquet")
+    for x in recorded()[name].runs:
+        if x.job.stage == "tuning" or x.diverged is not None:
+            continue
+        mine = curves[(curves.variant == x.job.variant) & (curves.seed == x.job.seed)]
+        mine = mine[mine.stage == "final"].pivot(index="step", columns="quantity", values="value")
+        for quantity, (where, at, column) in SAME[name].items():
+            row = mine.iloc[-1] if at is None else mine[mine[where] == at].iloc[0]
+            assert row[column] == pytest.approx(x.numbers[quantity], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

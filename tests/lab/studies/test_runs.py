@@ -28,8 +28,8 @@ from cumulant.lab.studies.reading import read
 from cumulant.lab.studies.recall import Recall
 from cumulant.lab.studies.results import Results, load, markdown, save
 from cumulant.lab.studies.running import Run, Stopped, run
-from cumulant.lab.studies.study import Job, Judged
-from cumulant.lab.studies.tasks import settings_of
+from cumulant.lab.studies.study import Job, Judged, Study
+from cumulant.lab.studies.tasks import TASKS, measured, settings_of
 
 SMALL = {"steps": 24, "every": 8, "batch": 4, "windows": 4, "width": 16, "heads": 2, "context": 16}
 
@@ -217,6 +217,35 @@ def test_the_largest_stable_rate(study):
     assert found["diverged"]["exp"][100] == pytest.approx(1 / 3)
 
 
+TINY = {
+    "language": {**SMALL, "context": 24, "link": True, "expansion": True},
+    "contrast": {"steps": 2, "every": 1, "batch": 8},
+    "recall": {"dims": [4, 8, 12, 16], "most": 64, "queries": 16},
+    "features": {"counts": [4, 8], "repeats": 2},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rules_may_name_what_is_measured(task, tmp_path, text):
+    """The quantities that a file is checked against are those of a run."""
+    settings = {**settings_of(task), **TINY[task]}
+    settings |= {"text": text} if task == "language" else {}
+    made = Job(task, "a", "final", 0, 0.01, 1.0, settings)
+    study = Study("s", "t", "q", task, 1.0, (0,), settings, {"a": {}})
+    assert {*run(made, tmp_path).numbers} == {*measured(study)}
+
+
+def test_a_batch_always_hides_a_character(text):
+    settings = job(text, causal=False, batch=1, context=2).settings
+    work = language.Language(settings, seed=0, rate=0.01, beta=1.0)
+    assert all(math.isfinite(work.step(n)) for n in range(20))
+
+
+def test_a_context_longer_than_the_text_is_refused(text):
+    with pytest.raises(cm.InputError, match="context = 5000 is too long for the text"):
+        language.Language(job(text, context=5000).settings, seed=0, rate=0.01, beta=1.0)
+
+
 def test_symmetry_of_matrices_that_are_known():
     S = torch.randn(5, 5)
     assert language._symmetry(S + S.mT) == pytest.approx(1.0)
@@ -276,6 +305,8 @@ def test_the_command_lists_and_refuses(tmp_path):
         ),
         ([], "cumulant study --list"),
         (["why-exponential", "--minutes", "-1"], "must be positive"),
+        (["why-exponential", "--only", ","], "--only names no variant; the variants are exp"),
+        (["recall-capacity", "--quick", "-o", "/dev/null/x"], "cannot make the folder /dev/null"),
     ]:
         done = cumulant("study", *arguments)
         assert done.returncode == 2

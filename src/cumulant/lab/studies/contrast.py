@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample, one_hot
 
 from cumulant.contrastive import info_nce
+from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg
 from cumulant.lab.studies.training import Training, drawn, made
@@ -53,6 +54,25 @@ class Contrast:
         self.norms: list[list[float]] = []
         self.loss = math.nan
         self.done = 0
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            InputError: settings with which there is no run.
+        """
+        for name, least in {"steps": 1, "every": 1, "width": 1, "batch": 2}.items():
+            whole("contrast", name, settings[name], least)
+        for name in ("clip", "decay"):
+            real("contrast", name, settings[name], least=0.0)
+        if settings["similarity"] not in ("cosine", "dot"):
+            given = settings["similarity"]
+            raise InputError(f"contrast: similarity must be cosine or dot, not {given!r}.")
+
+    @staticmethod
+    def quantities(settings: Mapping[str, Any]) -> list[str]:
+        """What `finish` returns."""
+        return ["error", "norm", "loss", "growth", "late", "validation", "accuracy"]
 
     def step(self, n: int) -> float:
         source = drawn(self.seed, n)

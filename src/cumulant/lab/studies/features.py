@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cumulant.attention import scaled_dot_product_attention
+from cumulant.core.checks import real, whole
 from cumulant.core.typed import linalg
-from cumulant.lab.studies.training import drawn
+from cumulant.lab.studies.training import different, drawn
 
 __all__ = ["Features"]
 
@@ -47,6 +48,23 @@ class Features:
 
         self.query, self.key = sphere(settings["queries"]), sphere(settings["keys"])
         self.value = torch.randn(settings["keys"], d, generator=source).double()
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            InputError: settings with which there is nothing to estimate.
+        """
+        for name in ("width", "keys", "queries", "repeats"):
+            whole("features", name, settings[name], 1)
+        real("features", "product", settings["product"], least=0.0, most=300.0, open_at_least=True)
+        different("features", "counts", settings["counts"], whole=True)
+
+    @staticmethod
+    def quantities(settings: Mapping[str, Any]) -> list[str]:
+        """What `finish` returns."""
+        told = [f"error_{m}" for m in settings["counts"]]
+        return ["error", "slope", "theory_ratio", *told]
 
     def step(self, n: int) -> float:
         self.found.append([float(self.counts[n]), *self._errors(self.counts[n])])

@@ -13,6 +13,7 @@ from cumulant.figures import COLORS, INK, new_figure, style, write
 from cumulant.lab.studies.judging import interval
 from cumulant.lab.studies.results import Results
 from cumulant.lab.studies.running import Run
+from cumulant.lab.studies.tasks import objective_of
 
 __all__ = ["draw"]
 
@@ -49,6 +50,8 @@ def draw(results: Results, path: Path) -> Path:
     search = len(study.tuning.rates) > 2 and study.tuning.steps > 0
     last = study.task in ("language", "contrast") and not study.settings.get("link")
     count = len(panels) + search + last
+    objective = objective_of(study.task)
+    shown = next(x for x in panels if x.y == objective)
     with style():
         figure = new_figure(3.6 * count + 0.6, 3.6)
         axes = figure.subplots(1, count, squeeze=False)[0]
@@ -56,9 +59,9 @@ def draw(results: Results, path: Path) -> Path:
             _curves(place, results, panel)
         rest = list(axes[len(panels) :])
         if last:
-            _final(rest.pop(0), results, panels[-1])
+            _final(rest.pop(0), results, shown)
         if search:
-            _search(rest.pop(0), results, panels[-1].label)
+            _search(rest.pop(0), results, shown)
         handles, labels = axes[0].get_legend_handles_labels()
         columns = min(3 * count, len(labels))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -109,17 +112,14 @@ def _final(axes: Any, results: Results, panel: _Panel) -> None:
     axes.set(xlabel=f"{panel.label}, test")
 
 
-def _search(axes: Any, results: Results, label: str) -> None:
+def _search(axes: Any, results: Results, panel: _Panel) -> None:
     """What the search saw: the best over temperatures at each rate; crosses are divergences."""
-    from cumulant.lab.studies.tasks import objective_of
-
-    objective = objective_of(results.study.task)
     crosses = False
     tried = sorted(results.study.tuning.rates)
     for k, variant in enumerate(results.study.variants):
         found = _runs(results, variant, "tuning")
         rates = sorted({x.job.rate for x in found})
-        y = [_best(found, rate, objective) for rate in rates]
+        y = [_best(found, rate, panel.y) for rate in rates]
         axes.plot(rates, y, **_look(k))
         lost = {x.job.rate for x in found if x.diverged is not None}
         points = [(r, v) for r, v in zip(rates, y, strict=True) if r in lost]
@@ -127,7 +127,7 @@ def _search(axes: Any, results: Results, label: str) -> None:
             axes.plot(*zip(*points, strict=True), "x", color=COLORS[k % len(COLORS)])
         crosses |= bool(points)
     said = "learning rate (×: some run diverged)" if crosses else "learning rate"
-    axes.set(xlabel=said, ylabel=f"{label}, search", xscale="log")
+    axes.set(xlabel=said, ylabel=f"{panel.label}, search", xscale="log")
     axes.tick_params(axis="x", which="minor", labelbottom=False)
     if len(tried) < 5:
         axes.set_xticks(tried, [f"{rate:g}" for rate in tried])

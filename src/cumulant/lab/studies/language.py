@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from cumulant.core.checks import real, whole
 from cumulant.core.errors import InputError
 from cumulant.core.typed import functions, linalg, special
 from cumulant.lab.studies.training import Training, drawn, made
@@ -34,7 +35,13 @@ _GROUPS = {
     "value_output": "value output",
     "rest": "embedding position readout contraction parts.1",
 }
-_SWITCHES = ("kernel", "query_key", "value_output", "contraction", "place", "step")
+# Settings that are arguments of the model.
+_SWITCHES = (
+    *("kernel", "query_key", "value_output", "contraction", "place", "step", "causal", "moments"),
+    *("learn_beta", "width", "heads", "layers", "context", "hidden", "passes"),
+)
+_ATTENTION = ("entropy", "effective", "top", "spread")
+_LINK = ("symmetry", "definiteness", "raw", "null")
 
 
 class Language:
@@ -54,13 +61,13 @@ class Language:
         self.settings, self.seed = s, seed
         self.text, self.symbols = _encoded(s["text"])
         self.context: int = s["context"]
-        parts = {name: s[name] for name in _SWITCHES}
-        sizes = {n: s[n] for n in ("width", "heads", "layers", "context", "hidden", "passes")}
-        options = {"causal": s["causal"], "moments": s["moments"], "learn_beta": s["learn_beta"]}
-        build: Any = lambda: Transformer(  # noqa: E731
-            self.symbols + 1, beta=beta, **parts, **sizes, **options
-        )
-        self.model = cast(Transformer, made(seed, build))
+        low, high = self._bounds("test")
+        if high - low < self.context + 2:
+            raise InputError(
+                f"language: context = {self.context} is too long for the text {s['text']!r}, of "
+                f"which {high - low} characters are for the test."
+            )
+        self.model = cast(Transformer, made(seed, lambda: _model(s, self.symbols + 1, beta)))
         self.steps, self.every = int(s["steps"]), int(s["every"])
         self.training = Training(
             self.model, rate=rate, steps=self.steps, clip=s["clip"], decay=s["decay"]
@@ -70,6 +77,33 @@ class Language:
         self.gradients: dict[str, list[float]] = {}
         with torch.no_grad():
             self.before = self._looked() if s["expansion"] or s["link"] else {}
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            InputError: settings with which there is no model or no run.
+        """
+        for name in ("steps", "every", "batch", "windows"):
+            whole("language", name, settings[name], 1)
+        for name in ("clip", "decay"):
+            real("language", name, settings[name], least=0.0)
+        with torch.device("meta"):
+            _model(settings, 2, 1.0)
+        if settings["link"] and settings["query_key"] == "identity":
+            raise InputError(
+                "language: link = true looks at the matrices of queries and keys, and query_key = "
+                "'identity' has none."
+            )
+
+    @staticmethod
+    def quantities(settings: Mapping[str, Any]) -> list[str]:
+        """What `finish` returns."""
+        found = ["bits", "validation", *_ATTENTION]
+        found += [f"gradient_{group}" for group in _GROUPS]
+        looked = [*(["growth"] * settings["expansion"]), *(_LINK * settings["link"])]
+        found += [f"{name}{end}" for end in ("_start", "", "_gain") for name in looked]
+        return [*found, *(["symmetry_excess"] * settings["link"])]
 
     def step(self, n: int) -> float:
         inputs, targets = self._batch(drawn(self.seed, n), "training", self.settings["batch"])
@@ -114,6 +148,7 @@ class Language:
             return windows[:, :-1], windows[:, 1:]
         inputs = windows[:, :-1]
         hidden = torch.rand(inputs.shape, generator=source) < 0.15
+        hidden[0, 0] |= ~hidden.any()  # a mean over none would look like a divergence
         return inputs.masked_fill(hidden, self.symbols), inputs.masked_fill(~hidden, -100)
 
     def _bounds(self, part: str) -> tuple[int, int]:
@@ -135,7 +170,7 @@ class Language:
     @torch.no_grad()
     def _attention(self) -> dict[str, float]:
         """Statistics of the weights, over layers, heads and rows with at least eight keys."""
-        found: dict[str, list[float]] = {n: [] for n in ("entropy", "effective", "top", "spread")}
+        found: dict[str, list[float]] = {n: [] for n in _ATTENTION}
         for attention, x in self._inputs():
             q, k, _ = attention.projected(x)
             weights = attention.kernel.weights(
@@ -188,10 +223,15 @@ class Language:
         return float((b[:, pairs].clamp_min(1e-9) / a[:, pairs].clamp_min(1e-9)).log().mean())
 
 
+def _model(settings: Mapping[str, Any], symbols: int, beta: float) -> Transformer:
+    chosen: dict[str, Any] = {name: settings[name] for name in _SWITCHES}
+    return Transformer(symbols, beta=beta, **chosen)
+
+
 def _link(layers: list[tuple[Attention, Tensor]]) -> dict[str, float]:
     """Symmetry tr(SS)/|S|^2 and definiteness of S = C^1/2 M C^1/2, M = W_q W_k' of a head, C the
     covariance of its inputs; `null` pairs the query map of one head with the key map of another."""
-    found: dict[str, list[float]] = {n: [] for n in ("symmetry", "definiteness", "raw", "null")}
+    found: dict[str, list[float]] = {n: [] for n in _LINK}
     for attention, x in layers:
         rows = x.flatten(0, -2).double()
         rows = rows - rows.mean(0)

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import printable
 from cumulant.lab.studies.study import Judged, Study, Tuning
-from cumulant.lab.studies.tasks import TASKS, settings_of
+from cumulant.lab.studies.tasks import TASKS, measured, refusal, settings_of
 
 __all__ = ["known", "read", "selected"]
 
 FOLDER = Path(__file__).parent / "files"
-_TOP: dict[str, type | tuple[type, ...]] = {
-    "title": str,
-    "question": str,
-    "task": str,
-    "minutes": (int, float),
-    "seeds": list,
-    "settings": dict,
-    "tuning": dict,
-    "variants": dict,
-    "rules": list,
-    "quick": dict,
-    "claim": dict,
+_Kind = type | tuple[type, ...]
+_NUMBER = (int, float)
+_TOP: dict[str, _Kind] = {
+    **{"title": str, "question": str, "task": str, "minutes": _NUMBER, "seeds": list},
+    **{"settings": dict, "tuning": dict, "variants": dict, "rules": list},
+    **{"quick": dict, "claim": dict},
 }
-_CLAIM = ("statement", "source", "formula", "finding", "quantity")
+_TUNING: dict[str, _Kind] = {"rates": list, "betas": list, "seeds": list, "steps": int}
+_RULE: dict[str, _Kind] = {
+    **dict.fromkeys(("name", "says", "quantity", "variant", "form", "ranks"), str),
+    **{"below": list, "above": list, "by": _NUMBER, "at_least": _NUMBER, "at_most": _NUMBER},
+}
+_QUICK: dict[str, _Kind] = {"settings": dict, "seeds": list, "tuning": dict}
+_CLAIM: dict[str, _Kind] = dict.fromkeys(
+    ("statement", "source", "formula", "finding", "quantity"), str
+)
 _FORMS = ("statement", "correction", "control", "noted")
 
 
@@ -54,11 +57,13 @@ def read(given: str | Path) -> Study:
             f"there is no study {printable(str(given))!r}; the studies are {names}. A study of "
             "your own is a TOML file."
         )
-    text = path.read_text("utf-8")
     try:
+        text = path.read_text("utf-8")
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{printable(path)} is not TOML: {error}.") from None
+    except OSError as error:
+        raise InputError(f"cannot read {printable(path)}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, digits or brackets no end
+        raise InputError(f"{printable(path)} is not TOML: {printable(error)}.") from None
     return _Reader(path, text).study(content)
 
 
@@ -95,119 +100,199 @@ class _Reader:
         self.path, self.lines = path, text.split("\n")
 
     def study(self, content: dict[str, Any]) -> Study:
-        self._keys(content, _TOP, "")
+        self._table(content, _TOP, "")
         for name in ("title", "question", "task", "minutes", "seeds", "variants"):
             if name not in content:
                 raise InputError(f"{printable(self.path)} lacks the key {name!r}.")
-        for name, x in content.items():
-            self._kind(x, _TOP[name], "", name)
         task: str = content["task"]
         if task not in TASKS:
             self._wrong("", "task", f"there is no task {task!r}; the tasks are {', '.join(TASKS)}")
-        seeds = tuple(content["seeds"])
-        if not seeds or not all(isinstance(x, int) for x in seeds) or len({*seeds}) < len(seeds):
-            self._wrong("", "seeds", "seeds are different integers, at least one")
-        if content["minutes"] <= 0:
-            self._wrong("", "minutes", "the budget must be positive")
-        defaults = settings_of(task)
-        settings = {**defaults, **self._settings(content.get("settings", {}), defaults, "settings")}
-        variants: dict[str, dict[str, Any]] = {}
-        for name, made in content["variants"].items():
-            self._kind(made, dict, "variants", name)
-            variants[name] = self._settings(made, defaults, f"variants.{name}")
-        if not variants:
-            self._wrong("", "variants", "a study needs a variant")
-        quick: dict[str, Any] = dict(content.get("quick", {}))
-        self._keys(quick, {"settings": dict, "seeds": list, "tuning": dict}, "quick")
-        self._settings(quick.get("settings", {}), defaults, "quick.settings")
-        quick["tuning"] = self._tuning(quick.get("tuning", {}), "quick.tuning")
+        if not 0 < content["minutes"] < math.inf:
+            self._wrong("", "minutes", "the budget must be positive and finite")
+        seeds = self._seeds(content["seeds"], "")
         tuning = Tuning(**self._tuning(content.get("tuning", {}), "tuning"))
-        if {*tuning.seeds} & {*seeds} and tuning.steps:
-            self._wrong("tuning", "seeds", "the search must not use the seeds of the final runs")
-        rules = tuple(self._rule(x, variants) for x in content.get("rules", ()))
+        quick: dict[str, Any] = dict(content.get("quick", {}))
+        self._table(quick, _QUICK, "quick")
+        few = self._seeds(quick["seeds"], "quick") if "seeds" in quick else seeds
+        quick["tuning"] = self._tuning(quick.get("tuning", {}), "quick.tuning")
+        short = replace(tuning, **quick["tuning"])
+        for where, search, final in (("tuning", tuning, seeds), ("quick", short, few)):
+            if search.steps and {*search.seeds} & {*final}:
+                self._wrong(where, "seeds", "the search must not use the seeds of the final runs")
         claim: dict[str, str] = content.get("claim", {})
-        self._keys(claim, _CLAIM, "claim")
-        return Study(
-            self.path.stem,
-            content["title"],
-            content["question"],
-            task,
-            float(content["minutes"]),
-            seeds,
-            settings,
-            variants,
-            tuning,
-            rules,
-            quick,
-            claim,
+        self._table(claim, _CLAIM, "claim")
+        study = Study(
+            name=self.path.stem,
+            title=content["title"],
+            question=content["question"],
+            task=task,
+            minutes=float(content["minutes"]),
+            seeds=seeds,
+            settings={**settings_of(task), **content.get("settings", {})},
+            variants=content["variants"],
+            tuning=tuning,
+            quick=quick,
+            claim=claim,
         )
+        self._settings(study, content)
+        return replace(study, rules=self._rules(content.get("rules", []), study))
 
-    def _settings(
-        self, given: dict[str, Any], defaults: Mapping[str, Any], table: str
-    ) -> dict[str, Any]:
-        self._keys(given, defaults, table)
-        for name, x in given.items():
-            self._kind(x, _kind_of(defaults[name]), table, name)
-        return given
+    def _settings(self, study: Study, content: dict[str, Any]) -> None:
+        """Refuse settings with which a variant cannot run, quick or not."""
+        tables: dict[str, dict[str, Any]] = {
+            "settings": content.get("settings", {}),
+            "quick.settings": study.quick.get("settings", {}),
+        }
+        if not study.variants:
+            self._wrong("", "variants", "a study needs a variant")
+        for name, made in study.variants.items():
+            if not re.fullmatch(r"[^\W_][\w.+-]{0,39}", name):  # files are named after it
+                why = "a variant's name has up to 40 letters, digits and . _ + -"
+                self._wrong("variants", name, f"{why}, not {name!r}")
+            self._kind(made, dict, "variants", name)
+            tables[f"variants.{name}"] = dict(made)
+        kinds = {n: _kind_of(x) for n, x in settings_of(study.task).items()}
+        for where, given in tables.items():
+            self._table(given, kinds, where)
+        for variant in study.variants:
+            for quick in ((), ("quick.settings",)):
+                self._sound(study, ["settings", *quick, f"variants.{variant}"], tables)
+
+    def _sound(self, study: Study, order: list[str], tables: dict[str, dict[str, Any]]) -> None:
+        """If the task refuses the settings, blame the key without which it would say otherwise."""
+        defaults = settings_of(study.task)
+        made = {**defaults, **{n: x for where in order for n, x in tables[where].items()}}
+        if not (why := refusal(study.task, made)):
+            return
+        for where in reversed(order):
+            for name in tables[where]:
+                if refusal(study.task, {**made, name: defaults[name]}) != why:
+                    self._wrong(where, name, why.removesuffix("."))
+        self._wrong("variants", order[-1].removeprefix("variants."), why.removesuffix("."))
 
     def _tuning(self, given: dict[str, Any], table: str) -> dict[str, Any]:
-        self._keys(given, ("rates", "betas", "seeds", "steps"), table)
-        for name, x in given.items():
-            self._kind(x, int if name == "steps" else list, table, name)
-        return {n: x if n == "steps" else tuple(x) for n, x in given.items()}
+        self._table(given, _TUNING, table)
+        made: dict[str, Any] = {n: x if n == "steps" else tuple(x) for n, x in given.items()}
+        if given.get("steps", 0) < 0:
+            self._wrong(table, "steps", "a search has at least 0 steps, which means no search")
+        for name in ("rates", "betas"):
+            for x in made.get(name, (1.0,)):
+                if not _number(x) or not 0 < x < math.inf:
+                    self._wrong(table, name, f"{name} are positive numbers, not {printable(x)}")
+            if name in made and len({f"{x:g}" for x in made[name]}) < max(1, len(made[name])):
+                self._wrong(table, name, f"{name} are different numbers, at least one")
+        if "seeds" in given:
+            self._seeds(given["seeds"], table)
+        return made
 
-    def _rule(self, given: dict[str, Any], variants: Mapping[str, Any]) -> Judged:
-        self._keys(given, [f.name for f in fields(Judged)], "rules")
+    def _seeds(self, given: list[Any], table: str) -> tuple[int, ...]:
+        good = all(type(x) is int and 0 <= x < 2**32 for x in given)
+        if not given or not good or len({*given}) < len(given):
+            self._wrong(table, "seeds", "seeds are different integers from 0, at least one")
+        return tuple(given)
+
+    def _rules(self, given: list[Any], study: Study) -> tuple[Judged, ...]:
+        rules: list[Judged] = []
+        for k, x in enumerate(given):
+            self._kind(x, dict, "", "rules")
+            rules.append(self._rule(x, study, k))
+            if rules[-1].name in [rule.name for rule in rules[:-1]]:
+                self._wrong("rules", "name", f"there are two rules {rules[-1].name!r}", k)
+        return tuple(rules)
+
+    def _rule(self, given: dict[str, Any], study: Study, k: int) -> Judged:
+        self._table(given, _RULE, "rules", k)
         for name in ("name", "says", "quantity"):
             if name not in given:
-                self._wrong("rules", "name", f"a rule lacks the key {name!r}")
+                self._wrong("rules", "", f"a rule lacks the key {name!r}", k)
         listed: dict[str, Any] = {n: tuple(given[n]) for n in ("below", "above") if n in given}
         rule = Judged(**{**given, **listed})
-        for name in {rule.variant, *rule.below, *rule.above} - {""}:
-            if name not in variants:
-                known = f"there is no variant {name!r}; the variants are {', '.join(variants)}"
-                self._wrong("rules", name, known)
+        for key, names in {"variant": (rule.variant or None,), **listed}.items():
+            for name in names:
+                if name is not None and name not in [*study.variants]:
+                    known = f"the variants are {', '.join(study.variants)}"
+                    self._wrong("rules", key, f"there is no variant {name!r}; {known}", k)
+        if rule.variant in (*rule.below, *rule.above):
+            self._wrong("rules", "variant", f"{rule.variant!r} cannot be its own rival", k)
+        for key in ("quantity", "ranks"):
+            known = measured(study, rule.variant)
+            if key in given and given[key] not in known:
+                near = _hint(given[key], known, "the quantities")
+                self._wrong("rules", key, f"unknown quantity {given[key]!r}; {near}", k)
+        for key in ("by", "at_least", "at_most"):
+            if not math.isfinite(given.get(key, 0.0)):
+                self._wrong("rules", key, f"{key!r} must be finite", k)
         if rule.form not in _FORMS:
-            self._wrong("rules", "form", f"a rule's form is one of {', '.join(_FORMS)}")
+            self._wrong("rules", "form", f"a rule's form is one of {', '.join(_FORMS)}", k)
         bounds = [rule.below, rule.above, rule.at_least is not None, rule.at_most is not None]
         if sum(map(bool, bounds)) != (rule.form != "noted"):
             why = f"rule {rule.name!r} needs exactly one of below, above, at_least, at_most"
-            self._wrong("rules", "name", why)
+            self._wrong("rules", "name", why, k)
+        if "by" in given and not listed:
+            self._wrong("rules", "by", f"rule {rule.name!r}: 'by' goes with below or above", k)
         if not rule.variant and not rule.ranks:
-            self._wrong("rules", "name", f"rule {rule.name!r} lacks the key 'variant'")
+            self._wrong("rules", "name", f"rule {rule.name!r} lacks the key 'variant'", k)
         return rule
 
-    def _keys(self, given: Iterable[str], known: Iterable[str], table: str) -> None:
-        for name in given:
+    def _table(
+        self, given: Mapping[str, Any], known: Mapping[str, _Kind], table: str, item: int = 0
+    ) -> None:
+        """Known keys only, with values of their kind."""
+        for name, x in given.items():
             if name not in known:
-                near = difflib.get_close_matches(name, list(known), 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-                self._wrong(table, name, f"unknown key {name!r}; {hint}")
+                near = _hint(name, known, "the keys")
+                self._wrong(table, name, f"unknown key {name!r}; {near}", item)
+            self._kind(x, known[name], table, name, item)
 
-    def _kind(self, x: Any, kind: type | tuple[type, ...], table: str, name: str) -> None:
+    def _kind(self, x: Any, kind: _Kind, table: str, name: str, item: int = 0) -> None:
         if not isinstance(x, kind) or (isinstance(x, bool) and kind is not bool):
             names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
             wanted, got = " or ".join(names), type(x).__name__
-            self._wrong(table, name, f"key {name!r} must be {wanted}, not {got}")
+            self._wrong(table, name, f"key {name!r} must be {wanted}, not {got}", item)
 
-    def _wrong(self, table: str, name: str, why: str) -> None:
-        raise InputError(f"{printable(self.path)}, line {self._line(table, name)}: {why}.")
+    def _wrong(self, table: str, name: str, why: str, item: int = 0) -> NoReturn:
+        raise InputError(f"{printable(self.path)}, line {self._line(table, name, item)}: {why}.")
 
-    def _line(self, table: str, name: str) -> int:
-        """Where a key is: in its table if it stands there, else the first line that names it."""
-        here, anywhere = "", 0
+    def _line(self, table: str, name: str, item: int) -> int:
+        """Where a key is: in its table, in the line of an inline table, or else that table's head.
+
+        `item` counts tables of one name, which an array has.
+        """
+        parent, _, last = table.rpartition(".")
+        here, seen, head, inline, anywhere = "", -1, 0, 0, 0
         for number, line in enumerate(self.lines, 1):
             if header := re.fullmatch(r"\s*\[+([^\]]+)\]+\s*(#.*)?", line):
-                here = header[1].strip()
-                if here in (f"{table}.{name}".strip("."), name):
+                here = re.sub(r"[\s\"']", "", header[1])
+                if here == f"{table}.{name}".strip("."):
                     return number
-            elif re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line) and here == table:
+                if here == table:
+                    seen += 1
+                    head = head or (number if seen == item else 0)
+            elif here == table and max(seen, 0) == item and _sets(line, name):
                 return number
-            if not anywhere and re.search(rf"\b{re.escape(name)}\b", line):
+            elif table and here == parent and _sets(line, last):
+                if re.search(rf"\b{re.escape(name)}\b", line):
+                    return number
+                inline = inline or number
+            if name and not anywhere and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", line):
                 anywhere = number
-        return anywhere or 1
+        return inline or head or anywhere or 1
 
 
-def _kind_of(default: object) -> type | tuple[type, ...]:
+def _sets(line: str, key: str) -> bool:
+    """Whether a line of TOML gives this key a value."""
+    return bool(key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line))
+
+
+def _hint(name: str, known: Iterable[str], what: str) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]!r}?" if near else f"{what} are {', '.join(known)}"
+
+
+def _number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _kind_of(default: object) -> _Kind:
     """What may stand where this stands."""
-    return (int, float) if isinstance(default, float) else type(default)
+    return _NUMBER if isinstance(default, float) else type(default)

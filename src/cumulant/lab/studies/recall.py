@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cumulant.lab.studies.training import drawn
+from cumulant.core.checks import real, whole
+from cumulant.lab.studies.training import different, drawn
 from cumulant.nn import similarity
 
 __all__ = ["Recall", "predicted_rate"]
@@ -51,6 +52,26 @@ class Recall:
         self.dims: list[int] = settings["dims"]
         self.steps = len(self.dims)
         self.found: list[list[float]] = []
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            InputError: settings with which nothing can be recalled.
+        """
+        similarity(settings["kernel"])
+        different("recall", "dims", settings["dims"], whole=True)
+        different("recall", "betas", settings["betas"])
+        real("recall", "flips", settings["flips"], least=0.0, most=0.49)
+        whole("recall", "queries", settings["queries"], 1)
+        whole("recall", "most", settings["most"], 2)
+
+    @staticmethod
+    def quantities(settings: Mapping[str, Any]) -> list[str]:
+        """What `finish` returns."""
+        found = ["capacity", "points", *(f"capacity_{d:g}" for d in settings["dims"])]
+        found += ["exponent", "exponent_error", "growth_rate", "growth_rate_error"]
+        return [*found, "exponential_better"]
 
     def step(self, n: int) -> float:
         d = self.dims[n]

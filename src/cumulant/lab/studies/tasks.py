@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
-from cumulant.lab.studies.study import Job
+from cumulant.core.errors import InputError
+from cumulant.lab.studies.study import Job, Study
 
-__all__ = ["TASKS", "Work", "objective_of", "settings_of", "start"]
+__all__ = ["TASKS", "Work", "measured", "objective_of", "refusal", "settings_of", "start"]
 
-# Name: module and class. Each class has `SETTINGS`, what a study file may set, with defaults.
+# Name: module and class. Each class has `SETTINGS`, what a study file may set, with defaults;
+# `check`, which raises an InputError for settings it cannot run; and `quantities`, the names of the
+# numbers of a run with such settings.
 TASKS = {
     "language": ("language", "Language", "next or masked characters of a text, in bits"),
     "contrast": ("contrast", "Contrast", "contrastive learning of digits, dot product or cosine"),
@@ -65,6 +68,23 @@ def _kind(task: str) -> Any:
 def settings_of(task: str) -> dict[str, Any]:
     """What a study file may set for this task, with defaults."""
     return dict(_kind(task).SETTINGS)
+
+
+def refusal(task: str, settings: Mapping[str, Any]) -> str:
+    """Why the task cannot run with these settings; empty if it can."""
+    try:
+        _kind(task).check(settings)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def measured(study: Study, variant: str = "") -> list[str]:
+    """The quantities of a variant that a rule may name, or those of any."""
+    found = ["diverged", "max_rate"] if study.tuning.steps else []
+    for name in [variant] if variant else study.variants:
+        found += _kind(study.task).quantities(study.settings_of(name))
+    return [*dict.fromkeys(found)]
 
 
 def start(job: Job) -> Work:

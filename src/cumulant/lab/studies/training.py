@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cumulant.core.errors import InputError
 from cumulant.core.typed import backward, functions, linalg, random, take_step
 
-__all__ = ["Training", "drawn", "made"]
+__all__ = ["Training", "different", "drawn", "made"]
 
 
 def drawn(seed: int, n: int) -> torch.Generator:
@@ -24,6 +25,19 @@ def made(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
     with random.fork_rng():
         functions.manual_seed(seed)
         return build()
+
+
+def different(task: str, name: str, given: Sequence[Any], *, whole: bool = False) -> None:
+    """Check a setting that is a list: different positive numbers, at least one.
+
+    Raises:
+        InputError: it is something else.
+    """
+    kinds = (int,) if whole else (int, float)
+    good = all(type(x) in kinds and 0 < x < math.inf for x in given)
+    if not given or not good or len({*given}) < len(given):
+        kind = "integers" if whole else "numbers"
+        raise InputError(f"{task}: {name} must be different positive {kind}, not {list(given)!r}.")
 
 
 class Training:
