@@ -256,6 +256,15 @@ def test_the_report_asks_for_the_pairs_of_a_head_once(model, tokenizer, monkeypa
         assert flat[1::2] == pytest.approx([weight for _, weight in pairs], abs=6e-5)
 
 
+def test_a_model_without_a_name_goes_by_its_type(tokenizer):
+    model = toy_model()
+    model.config._name_or_path = None  # as transformers leaves it for a .gguf file
+    found = cm.lens.examine(model, tokenizer, TEXTS[0])
+    assert found.facts["name"] == type(model).__name__
+    card = found._repr_html_()
+    assert "None" not in card
+
+
 def test_names_by_a_dictionary(model, tokenizer):
     found = examine(model, tokenizer, {"felix": "the cat", "rex": "the dog ran"})
     assert found.inputs()["text"].tolist() == ["felix", "rex"]
