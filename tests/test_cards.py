@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -230,6 +231,20 @@ def test_pieces_take_odd_numbers():
     assert thinned(range(1000), 3) == [0, 500, 999]
     assert text(Markup("<b>")) == "<b>"
     assert text("<" * 9999).endswith("…")
+
+
+@pytest.mark.parametrize("across", [1, 9, 60, 139, 256, 1001])
+def test_numbers_beside_a_map_do_not_meet(across):
+    page = ElementTree.fromstring(card("x", "y", heat([[0.0] * across] * across, "square")))
+    numbers = [x for x in page.iter() if x.tag.rpartition("}")[2] == "text"]
+    below = [x for x in numbers if x.get("text-anchor") == "middle"]
+    assert below[0].text == "0"
+    spans = [(float(x.get("x")), 6.5 * len(x.text)) for x in below]  # digits of 11 pixels
+    for (x, wide), (after, next_wide) in pairwise(spans):
+        assert x + wide / 2 < after - next_wide / 2
+    heights = [float(x.get("y")) for x in numbers if x not in below]
+    assert min(heights) >= 8
+    assert all(second - first >= 11 for first, second in pairwise(heights))
 
 
 def test_hues_stand_out_on_light_and_dark():

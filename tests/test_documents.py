@@ -127,6 +127,16 @@ def test_the_gallery_has_every_picture_with_what_makes_it():
         assert "sys.argv[1]" in (ROOT / script).read_text(), script
 
 
+def test_the_index_of_examples_and_the_gallery_leave_nothing_out():
+    index = (ROOT / "examples" / "README.md").read_text()
+    files = (ROOT / "examples").iterdir()
+    wanted = {p.name for p in files if p.suffix in (".py", ".ipynb")}
+    assert set(re.findall(r"[\w.]+\.(?:py|ipynb)(?=`|\))", index)) - {"NAME.py"} == wanted
+    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    for study in (ROOT / "docs" / "studies").glob("*.png"):
+        assert f"(studies/{study.name})](studies/{study.stem}.md)" in gallery
+
+
 def test_nothing_is_installed_from_where_it_is_not():
     """Until it is published, the package installs from a checkout."""
     places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]

@@ -16,6 +16,8 @@ from toy_texts import toy_model, toy_sentences, toy_tokenizer
 import cumulant as cm
 from cumulant.core.journal import Journal
 from cumulant.lens.columns import COLUMNS
+from cumulant.lens.pairs import Pairs
+from cumulant.lens.report.payload import payload
 from cumulant.lens.texts import Text
 
 examine = partial(cm.lens.examine, extras="all")
@@ -233,6 +235,34 @@ def test_the_report_is_one_file(whole, tmp_path):
     page = whole.report(tmp_path / "deep" / "report.html")
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
     assert [p.name for p in page.parent.iterdir()] == ["report.html"]
+
+
+def test_the_report_asks_for_the_pairs_of_a_head_once(model, tokenizer, monkeypatch):
+    """For each token they would take time quadratic in the length: minutes for 300 tokens."""
+    found = examine(model, tokenizer, TEXTS[0])
+    asked, made = [], Pairs.__getitem__
+
+    def counted(self, head):
+        asked.append(head)
+        return made(self, head)
+
+    monkeypatch.setattr(Pairs, "__getitem__", counted)
+    shown = payload(found.report_data())["texts"][0]["calls"]
+    assert asked == [0, 1, 0, 1]  # 2 layers of 2 heads
+    for layer, head, token in ((0, 0, 0), (1, 1, 3)):
+        pairs = found.top[0][layer][head][token]
+        flat = shown[str(layer)]["top"][head][token]
+        assert flat[::2] == [key for key, _ in pairs]
+        assert flat[1::2] == pytest.approx([weight for _, weight in pairs], abs=6e-5)
+
+
+def test_a_model_without_a_name_goes_by_its_type(tokenizer):
+    model = toy_model()
+    model.config._name_or_path = None  # as transformers leaves it for a .gguf file
+    found = cm.lens.examine(model, tokenizer, TEXTS[0])
+    assert found.facts["name"] == type(model).__name__
+    card = found._repr_html_()
+    assert "None" not in card
 
 
 def test_names_by_a_dictionary(model, tokenizer):

@@ -37,6 +37,30 @@ def test_classes_are_counted():
     assert "1 of class I, 1 of class II, 0 of class III, 4 of class IV" in finding.sentence
 
 
+def test_kinds_of_heads_that_there_are_come_first():
+    table = heads(
+        repeat_induction=[0.02, 0.01, 0.0, 0.0],
+        repeat_previous=[0.1, 0.9, 0.0, 0.0],
+        sink_mass=[0.1, 0.2, 0.1, 0.2],
+    )
+    told = [x.headline for x in findings(ReportData("m", heads=table))]
+    assert told[0] == "Layer 0 head 1 is the strongest previous-token head: 0.90"
+    assert told[-1] == "No induction head: the strongest, layer 0 head 0, scores 0.02"
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [(0.1, "1 head puts at least 0.4 of its weight"), (0.5, "2 heads put at least 0.4 of their")],
+)
+def test_positional_heads_are_counted(second, says):
+    table = heads(distance=[2, -1], distance_mass=[0.7, second])
+    told = [f for f in findings(ReportData("m", heads=table)) if "positional" in f.headline]
+    assert told[0].headline.endswith("0.70 of its weight is 2 tokens back")
+    assert told[0].sentence.startswith(says)
+    assert ("layer 0 head 1 (1 token ahead, 0.50)" in told[0].sentence) == (second > 0.4)
+
+
 def test_sinks_name_the_layers_above_one_half_and_the_uniform_share():
     tokens = pd.DataFrame({"input": [0, 0], "token": [0, 1], "visible": [1, 4]})
     table = heads(sink_mass=[0.1, 0.1, 0.6, 0.8, 0.7, 0.7, 0.2, 0.0])
@@ -178,6 +202,8 @@ def test_a_sink_logit_is_named_where_there_is_one():
         ("tr(AA') of A = W_q W_k': 1", "tr(AA{sup T}) of A = W{sub q} W{sub k}{sup T}: 1"),
         ("s * lambda_max(Cov_i[k]), q -> E[k]", "s · λ{sub max}(Cov{sub i}[k]), q → E[k]"),
         ("exp <v_w, c> in [-1, 1], |x|^2", "exp ⟨v{sub w}, c⟩ in [−1, 1], |x|{sup 2}"),
+        ("p_η, e^{ηx}, e^⟨v,c⟩, Σ^½(A)", "p{sub η}, e{sup ηx}, e{sup ⟨v,c⟩}, Σ{sup ½}(A)"),
+        ("info_nce, repeat_previous, a^{", None),
         ("feed_forward, the hidden states' sum of the text's k90", None),
         ("cross-validated; sink_mass < 3 > 2", None),
     ],

@@ -178,6 +178,7 @@ def test_findings_name_the_heads_of_the_circuit(circuit, tmp_path):
     assert told[0] == "Layer 1 head 0 is the strongest induction head: 1.00"
     assert told[1] == "Layer 0 head 0 is the strongest previous-token head: 1.00"
     assert "Layer 1 head 1 is the strongest duplicate-token head: 0.50" in told
+    assert f"{told[0]}. It puts" in found._repr_html_()
 
 
 def test_expensive_statistics_are_asked_for_by_name(circuit):

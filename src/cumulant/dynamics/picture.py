@@ -218,6 +218,18 @@ def blown_note(run: Trajectory) -> str:
     return f"left the range of its numbers at t = {float(when.min()):.3g}" if len(when) else ""
 
 
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic axis; over a few decades its numbers are written out, and few."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if 1e-3 <= low and high <= 1e5 and high < 1e3 * low:
+        ticker: Any = import_module("matplotlib.ticker")
+        steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
 def _counts(axes: Any, run: Trajectory, times: list[float], reach: float) -> None:
     """The number of clusters against time, of the first cloud."""
     states = run.states.detach().reshape(len(run.states), -1, *run.states.shape[-2:])[:, 0]
@@ -227,10 +239,11 @@ def _counts(axes: Any, run: Trajectory, times: list[float], reach: float) -> Non
     counts = [int(clusters(states[k], distance=reach).count) for k in seen]
     axes.step([times[k] for k in seen], counts, where="post", color=series_color(0))
     if counts and max(counts) > 20 * min(counts):
-        axes.set_yscale("log")
+        axes.set_ylim(0.8, 1.3 * max(counts))
+        _logarithmic(axes)
     else:
         axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylim(bottom=0.8 if axes.get_yscale() == "log" else 0)
+        axes.set_ylim(0, 1.08 * max(counts, default=1))
     axes.set_title(f"clusters (within {reach:g})")
     axes.set_xlabel("t")
 
@@ -247,7 +260,7 @@ def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -
     known = x[np.isfinite(x)]
     size = float(np.abs(known).max()) if len(known) else 0.0
     if len(known) and bool((known > 0).all()) and size > 20 * known.min():
-        axes.set_yscale("log")
+        _logarithmic(axes)
     elif len(known) and not known.max() - known.min() > 1e-3 * size:
         # What is constant looks constant.
         middle, room = float(known.mean()), 0.05 * size or 0.05

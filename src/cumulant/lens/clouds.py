@@ -20,7 +20,7 @@ from cumulant.core.typed import functions, linalg
 from cumulant.dynamics import gaussianity, participation_ratio
 from cumulant.lens.hidden import Reservoir
 
-__all__ = ["Cloud", "Shape"]
+__all__ = ["Cloud", "Sample", "Shape"]
 
 DIRECTIONS = 4  # principal directions in which Gaussianity is tested
 TESTED = 512  # tokens in that test: the null distribution costs their square, once
@@ -49,6 +49,47 @@ class Shape(NamedTuple):
     gaussianity_p: float | None = None
 
 
+class Sample:
+    """A uniform sample of at most `tokens` hidden states of many texts.
+
+    ``columns`` holds their states ``(n, d)`` and, in "sink", which are of sink tokens.
+    """
+
+    def __init__(self, tokens: int, seed: int) -> None:
+        self._rows = Reservoir(tokens, seed)
+
+    def add(self, states: Tensor, *, real: Tensor, sink: Tensor) -> None:
+        """Take in the rows of ``states`` ``(B T, d)`` that are real tokens of B texts.
+
+        ``real`` and ``sink``, ``(B, T)``, mark unpadded tokens and sink tokens.
+        """
+        draw = self._rows.offer([int(n) for n in real.sum(-1)])
+        chosen = real.flatten().nonzero()[:, 0][draw.item.to(real.device)]
+        kept = states.index_select(0, chosen).cpu()
+        wide = kept if kept.dtype == torch.float64 else kept.float()
+        marks = sink.flatten()[chosen].float().cpu()
+        self._rows.add(draw.key, {"state": wide, "sink": marks})
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        return self._rows.columns
+
+    def states(self) -> Tensor:
+        """The sampled states ``(n, d)`` that are finite, without sink tokens."""
+        if not self.columns:
+            return torch.empty(0, 0)
+        state = self.columns["state"]
+        return state[state.isfinite().all(-1) & (self.columns["sink"] == 0)]
+
+    def state(self) -> dict[str, Any]:
+        """What was taken in so far, for a journal."""
+        return self._rows.state()
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in the state of another sample."""
+        self._rows.merge(dict(state))
+
+
 class Cloud:
     """Hidden states of many texts: a uniform sample of at most `tokens`, and their residuals.
 
@@ -63,20 +104,12 @@ class Cloud:
     """
 
     def __init__(self, tokens: int, seed: int) -> None:
-        self._sample = Reservoir(tokens, seed)
+        self._sample = Sample(tokens, seed)
         self._residual, self._texts = 0.0, 0  # the sum over so many texts
 
     def add(self, states: Tensor, *, real: Tensor, sink: Tensor) -> None:
-        """Take in the rows of ``states`` ``(B T, d)`` that are real tokens of B texts.
-
-        ``real`` and ``sink``, ``(B, T)``, mark unpadded tokens and sink tokens.
-        """
-        draw = self._sample.offer([int(n) for n in real.sum(-1)])
-        chosen = real.flatten().nonzero()[:, 0][draw.item.to(real.device)]
-        kept = states.index_select(0, chosen).cpu()
-        wide = kept if kept.dtype == torch.float64 else kept.float()
-        marks = sink.flatten()[chosen].float().cpu()
-        self._sample.add(draw.key, {"state": wide, "sink": marks})
+        """Take in states as a `Sample` does."""
+        self._sample.add(states, real=real, sink=sink)
         for text, mine in zip(torch.unflatten(states, 0, real.shape), real, strict=True):
             residual = _residual(text[mine])
             if residual is not None:
@@ -84,13 +117,6 @@ class Cloud:
 
     def __bool__(self) -> bool:
         return bool(self._sample.columns)
-
-    def states(self) -> Tensor:
-        """The sampled states ``(n, d)`` that are finite, without sink tokens."""
-        columns = self._sample.columns
-        if not columns:
-            return torch.empty(0, 0)
-        return columns["state"][columns["state"].isfinite().all(-1) & (columns["sink"] == 0)]
 
     def shape(self) -> Shape:
         """The shape of what was taken in.
@@ -140,12 +166,16 @@ def _residual(states: Tensor) -> float | None:
     Tokens are taken from the first one: where all are one point it is exactly 0.
     """
     kind = torch.float32 if states.device.type == "mps" else torch.float64
-    X = states[states.isfinite().all(-1)].to(kind)
+    X = states.to(kind, copy=True)
     size = float(linalg.vector_norm(X))
+    if not math.isfinite(size):
+        X = X[X.isfinite().all(-1)]
+        size = float(linalg.vector_norm(X))
     if len(X) < 2 or size == 0 or not math.isfinite(size):
         return None
-    away = X - X[:1]
-    return float(linalg.vector_norm(away - away.mean(0))) / size
+    X -= X[:1].clone()
+    X -= X.mean(0)
+    return float(linalg.vector_norm(X)) / size
 
 
 def _leading(X: Tensor, count: int) -> Tensor:

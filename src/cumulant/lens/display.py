@@ -54,7 +54,7 @@ def _sentences(found: Examination) -> Markup:
         partition=found.tables.get("partition"),
         run=found.run,
     )
-    return Markup("".join(note(x.sentence) for x in findings(data)[:SENTENCES]))
+    return Markup("".join(note(f"{x.headline}. {x.sentence}") for x in findings(data)[:SENTENCES]))
 
 
 def _map(heads: Any, name: str, kind: str | None, hue: str) -> tuple[str, Markup] | None:

@@ -101,8 +101,8 @@ def examine(
             raise InputError(
                 "examine: a group needs a folder that all ranks can see: pass folder=."
             )
-        label = name or str(getattr(getattr(model, "config", None), "name_or_path", ""))
-        label = label or type(model).__name__
+        known = getattr(getattr(model, "config", None), "name_or_path", None)
+        label = str(name or known or type(model).__name__)
         target = None if folder is None else make_folder(folder)
         if images is not None and texts != ():
             raise InputError("examine: give texts or images, not both.")

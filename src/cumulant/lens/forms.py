@@ -40,8 +40,13 @@ def _root(states: Tensor) -> Tensor:
 
 def _seen(found: Projections, root: Tensor) -> Projections:
     # Products in the precision of the states; what is made of them is summed in double.
-    query, key = (root.to(x.device) @ x.to(root.dtype) for x in (found.query, found.key))
+    query, key = (_product(root.to(x.device), x.to(root.dtype)) for x in (found.query, found.key))
     return replace(found, query=query, key=key, output=None)
+
+
+def _product(root: Tensor, heads: Tensor) -> Tensor:
+    """``(n, d)`` for each head, as one product with all of them."""
+    return torch.unflatten(root @ heads.mT.flatten(0, 1).mT, -1, (len(heads), -1)).transpose(0, 1)
 
 
 def rotation(model: nn.Module, size: int) -> Tensor | None:

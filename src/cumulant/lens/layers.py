@@ -23,7 +23,7 @@ from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Afterwards, Begun, Effect, Hook, Scope
 from cumulant.core.typed import named_modules
-from cumulant.lens.clouds import Cloud
+from cumulant.lens.clouds import Cloud, Sample
 from cumulant.lens.hidden import (
     LISTS,
     Call,
@@ -103,7 +103,7 @@ class LayerProbe:
         self._names = {module: name for name, module in self._modules.items()}
         self._stack: list[Frame] = []
         self._records: dict[tuple[int, str], _Record] = {}
-        self._attended: dict[int, Cloud] = {}  # by layer: what its attention module was given
+        self._attended: dict[int, Sample] = {}  # by layer: what its attention module was given
 
     def attached(self) -> Scope[Self]:
         """Within this context the probe follows its model."""
@@ -180,7 +180,7 @@ class LayerProbe:
         """A sample of what an attention module was given."""
         if given.ndim == 3 and given.shape[:2] == real.shape:
             if layer not in self._attended:
-                self._attended[layer] = Cloud(self.tokens, self.seed)
+                self._attended[layer] = Sample(self.tokens, self.seed)
             with torch.inference_mode(False), torch.no_grad():
                 self._attended[layer].add(given.flatten(0, 1).clone(), real=real, sink=sink)
 
@@ -388,7 +388,7 @@ class LayerProbe:
             record.states.merge(block["states"])
             record.inputs.merge(block["inputs"])
         for layer, cloud in state["attended"].items():
-            own = self._attended.setdefault(int(layer), Cloud(self.tokens, self.seed))
+            own = self._attended.setdefault(int(layer), Sample(self.tokens, self.seed))
             own.merge(cloud)
 
 

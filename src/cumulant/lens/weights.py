@@ -273,48 +273,52 @@ def bilinear(found: Projections) -> Bilinear:
     """
     kind = widened(found.query.dtype)
     square = found.query.shape[-2] == found.key.shape[-2]
-    rows: list[tuple[Tensor, Tensor, Tensor]] = []
     group = len(found.query) // len(found.key)
+    sizes: list[Tensor] = []
+    grams: list[Tensor] = []
+    aligned: list[Tensor] = []
     for h, query in enumerate(found.query):  # one head at a time: a double copy of all is large
-        q, k = query.double(), found.key[h // group].double()
+        if h % group == 0:  # a key head serves several queries
+            k = found.key[h // group].double()
+            keys = k.mT @ k
+        q = query.double()
+        queries = q.mT @ q
+        sizes.append(_trace(queries, keys))
         if square:
-            both = torch.cat([q, k], -1)
-            gram, d = both.mT @ both, q.shape[-1]
-            size, across = _trace(gram[:d, :d], gram[d:, d:]), gram[d:, :d]
-            symmetry, definiteness = _trace(across, across) / size, _definiteness(gram, kind)
-        else:
-            size = _trace(q.mT @ q, k.mT @ k)
-            symmetry = definiteness = size.new_tensor(torch.nan)
-        alignment = size.new_tensor(torch.nan)
+            across = k.mT @ q
+            rows = (torch.cat([queries, across.mT], -1), torch.cat([across, keys], -1))
+            grams.append(torch.cat(rows, -2))
         if found.output is not None:
             v, o = found.value[h // group].double(), found.output[h].double()
             same = (v.mT @ k) * (o @ q)  # tr(W_o' W_v' W_k W_q') as a sum over (e, d)
-            alignment = same.sum() / (size * _trace(v.mT @ v, o @ o.mT)).sqrt()
-        rows.append((symmetry, definiteness, alignment))
-    symmetry, definiteness, alignment = (
-        torch.stack(column).clamp(-1, 1).to(kind) for column in zip(*rows, strict=True)
-    )
-    return Bilinear(
-        symmetry if square else None,
-        definiteness if square else None,
-        None if found.output is None else alignment,
-    )
+            aligned.append(same.sum() / (sizes[-1] * _trace(v.mT @ v, o @ o.mT)).sqrt())
+
+    def within(x: Tensor) -> Tensor:  # [-1, 1], up to rounding
+        return x.clamp(-1, 1).to(kind)
+
+    symmetry = definiteness = None
+    if square:
+        gram, d = torch.stack(grams), found.query.shape[-1]
+        across = gram[:, d:, :d]
+        symmetry = within(_trace(across, across) / torch.stack(sizes))
+        definiteness = within(_definiteness(gram, kind))
+    return Bilinear(symmetry, definiteness, within(torch.stack(aligned)) if aligned else None)
 
 
 def _trace(first: Tensor, second: Tensor) -> Tensor:
     """tr(first second)."""
-    return (first * second.mT).sum()
+    return (first * second.mT).sum((-2, -1))
 
 
 def _definiteness(gram: Tensor, kind: torch.dtype) -> Tensor:
-    """From the Gram matrix R'R of [q k].
+    """From the Gram matrices R'R of [q k], ``(H, 2 d, 2 d)``.
 
     S = [q k] J [q k]' / 2, J swapping the halves, has the eigenvalues of R J R' / 2.
     """
     lower, singular = linalg.cholesky_ex(gram)
     upper = lower.mT
-    if bool(singular):
-        values, axes = linalg.eigh(gram)
-        upper = values.clamp_min(0.0).sqrt()[:, None] * axes.mT
-    values = linalg.eigvalsh((upper @ upper.roll(len(gram) // 2, -1).mT).to(kind))
-    return values.sum() / values.abs().sum()
+    if bool((failed := singular > 0).any()):
+        values, axes = linalg.eigh(gram[failed])
+        upper[failed] = values.clamp_min(0.0).sqrt()[..., None] * axes.mT
+    values = linalg.eigvalsh((upper @ upper.roll(gram.shape[-1] // 2, -1).mT).to(kind))
+    return values.sum(-1) / values.abs().sum(-1)

@@ -66,6 +66,12 @@ def bars(counts: Sequence[float], label: str, *, hue: str = HUES[0]) -> Markup:
     return _svg(width, height, label, f'<path d="{path}" fill="{hue}"/>')
 
 
+def _every(cells: float) -> int:
+    """The round number of cells from one number on an axis to the next: 1, 2, 5, 10, ..."""
+    power = 10 ** max(0, math.floor(math.log10(cells)))
+    return next(n for n in (power, 2 * power, 5 * power, 10 * power) if n >= cells)
+
+
 def heat(rows: Sequence[Sequence[float]], label: str, *, hue: str = HUES[0]) -> Markup:
     """A map of layers (down) and heads (across): the larger, the stronger the color.
 
@@ -79,26 +85,27 @@ def heat(rows: Sequence[Sequence[float]], label: str, *, hue: str = HUES[0]) -> 
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     shades: dict[int, list[str]] = {}
     inner = side - 1 if side > 6 else side
+    top = max(0.0, 4 - side / 2)  # the first number does not stand out
     cell = f"h{inner:g}v{inner:g}h-{inner:g}z"
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
             if math.isfinite(value):
                 share = (value - low) / (high - low) if high > low else 0.5
-                place = f"M{26 + j * side:g} {i * side:g}{cell}"
+                place = f"M{26 + j * side:g} {top + i * side:g}{cell}"
                 shades.setdefault(round(share * _TOP), []).append(place)
     # Even the smallest value is visible: an empty cell is one without a number.
     cells = "".join(
         f'<path d="{"".join(d)}" fill="{hue}" fill-opacity="{0.08 + 0.92 * k / _TOP:.2f}"/>'
         for k, d in sorted(shades.items())
     )
-    every = max(1, math.ceil(14 / side))
     axis = "".join(
-        _words(21, i * side + side / 2 + 4, i, "end")
-        for i in range(0, down, every if down > every else 1)
+        _words(21, top + i * side + side / 2 + 4, i, "end")
+        for i in range(0, down, _every(14 / side))
     )
-    bottom = down * side + 13
+    bottom, wide = top + down * side + 13, 6 + 7 * len(str(across - 1))
     axis += "".join(
-        _words(26 + j * side + side / 2, bottom, j, "middle") for j in range(0, across, every)
+        _words(26 + j * side + side / 2, bottom, j, "middle")
+        for j in range(0, across, _every(wide / side))
     )
     return _svg(30 + across * side, bottom + 4, label, cells + axis)
 

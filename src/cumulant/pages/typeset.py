@@ -16,7 +16,8 @@ class Piece(NamedTuple):
 
 
 # In this order. A word such as feed_forward or sink_mass has no subscript: an index is one letter,
-# a pair of them, or max. An exponent is a number, a letter, or stands in parentheses.
+# a pair of them, or max. An exponent is a number, a letter, or stands in brackets, of which only
+# angles are shown.
 _SIGNS = (
     (re.compile(r"->"), "→"),
     (re.compile(r"<([^<>]+, ?[^<>]+)>"), r"⟨\1⟩"),
@@ -26,9 +27,10 @@ _SIGNS = (
     (re.compile(r"(?<!\w)-(?=[\w ])"), "−"),
     (re.compile(r"(?<=\w)'(?=[:)|])"), "^T"),
 )
-_LOWERED = r"(?<=\w)_(?P<low>ij|ii|max|[a-z0-9])(?![a-z0-9_])"
+_LOWERED = r"(?<=\w)_(?P<low>ij|ii|max|[a-zα-ω0-9])(?![a-zα-ω0-9_])"
 _RAISED = (
-    r"\^(?:(?P<high>[-−]?[0-9]+|[A-Za-z])(?![A-Za-z0-9])|\((?P<inside>(?:[^()]|\([^()]*\))+)\))"
+    r"\^(?:(?P<high>[-−]?[0-9]+|[A-Za-z½]|⟨[^⟨⟩]+⟩)(?![A-Za-z0-9])"
+    r"|\((?P<inside>(?:[^()]|\([^()]*\))+)\)|\{(?P<braced>[^{}]+)\})"
 )
 _MOVED = re.compile(f"{_LOWERED}|{_RAISED}")
 
@@ -49,7 +51,7 @@ def typeset(text: str, signs: bool = True) -> list[Piece]:
     end = 0
     for match in _MOVED.finditer(text):
         pieces.append(Piece("", text[end : match.start()]))
-        high = (match["high"] or match["inside"] or "").replace("-", "−")
+        high = (match["high"] or match["inside"] or match["braced"] or "").replace("-", "−")
         pieces.append(Piece("sub", match["low"]) if match["low"] else Piece("sup", high))
         end = match.end()
     pieces.append(Piece("", text[end:]))

@@ -112,6 +112,26 @@ def test_draws_everything_and_asks_for_nothing(browser, page, tmp_path, width, d
     keep(browser, tmp_path, f"page-{width}-{'dark' if dark else 'light'}")
 
 
+def test_figures_of_half_a_page_can_have_all_of_it(browser, page):
+    browser.open(page, width=1280)
+    first = "document.querySelector('.question:not(.wide) .enlarge')"
+    drawn = f"{first}.closest('figure').querySelector('svg, img').getBoundingClientRect().width"
+    small = browser.run(drawn)
+    browser.click(first)
+    assert browser.run(drawn) > 1.8 * small
+    assert browser.run("document.documentElement.scrollWidth") <= 1280
+    browser.click(first)
+    assert browser.run(drawn) == pytest.approx(small)
+
+
+@pytest.mark.parametrize("width", [360, 380])
+def test_long_names_of_claims_fit_a_phone(browser, page, width):
+    browser.open(page, width=width)
+    browser.run("document.querySelector('#T17 .number').textContent = 'link-over-training'")
+    browser.settle()
+    assert browser.run("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_is_readable(browser, page, dark):
     browser.open(page, dark=dark)

@@ -1,9 +1,9 @@
-// Figures that a narrow window makes small can be seen as large as they were drawn.
+// Figures that stand in a small place can be seen as large as they were drawn.
 for (const button of document.querySelectorAll(".enlarge")) {
   button.addEventListener("click", () => {
     const large = button.closest("figure").classList.toggle("large");
     button.setAttribute("aria-pressed", String(large));
-    button.textContent = large ? "Fit the window" : "Enlarge";
+    button.textContent = large ? "Make smaller" : "Enlarge";
   });
 }
 

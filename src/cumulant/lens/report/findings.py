@@ -25,9 +25,12 @@ STEADY = 0.1
 
 
 def findings(data: ReportData) -> list[Finding]:
-    """The findings that have numbers: named heads first, then where weight goes, then theory."""
-    found = (question(data) for question in QUESTIONS)
-    return [finding for finding in found if finding is not None]
+    """The findings that have numbers: named heads first, then where weight goes, then theory.
+
+    Kinds of heads that there are not come last.
+    """
+    found = [x for x in (question(data) for question in QUESTIONS) if x is not None]
+    return sorted(found, key=lambda x: x.headline.startswith(f"{naming.NONE} "))
 
 
 def _numbers(data: ReportData, table: str, name: str) -> list[float]:

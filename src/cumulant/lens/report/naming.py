@@ -17,6 +17,7 @@ __all__ = ["distance", "duplicate", "induction", "previous", "ranked", "said"]
 
 # A head is named after a pattern from this mean weight on; uniform attention scores about 0.01.
 STRONG = 0.4
+NONE = "No"  # begins the headline of a kind that there is not
 NEXT = 3  # further heads that are listed
 
 
@@ -56,7 +57,7 @@ def _named(data: ReportData, kind: str, test: str, text: str, what: str) -> Find
     where = "on 50 random tokens said twice" if tested else "in the texts"
     headline = f"{said(top).capitalize()} is the strongest {kind} head: {top.score:.2f}"
     if not strong:
-        headline = f"No {kind} head: the strongest, {said(top)}, scores {top.score:.2f}"
+        headline = f"{NONE} {kind} head: the strongest, {said(top)}, scores {top.score:.2f}"
     sentence = (
         f"It puts {top.score:.2f} of its weight on {what}, {where}; the median head puts "
         f"{number(median(x.score for x in order), 2)}. Next: {_listed(order[1 : 1 + NEXT])}. "
@@ -97,10 +98,12 @@ def distance(data: ReportData) -> Finding | None:
     rows.sort(key=lambda x: -x[0].score)
     told = [f"{said(x)} ({_place(d)}, {x.score:.2f})" for x, d in rows[: 1 + NEXT]]
     top, place = rows[0]
+    many = len(rows) > 1
     return Finding(
         f"{said(top).capitalize()} is positional: {top.score:.2f} of its weight is {_place(place)}",
-        f"{count(len(rows), 'head')} put at least {STRONG} of their weight on one fixed distance "
-        f"other than the token before: {', '.join(told)}.",
+        f"{count(len(rows), 'head')} {'put' if many else 'puts'} at least {STRONG} of "
+        f"{'their' if many else 'its'} weight on one fixed distance other than the token before: "
+        f"{', '.join(told)}.",
         "Largest mean weight on one distance, from 1 to 8 tokens back or ahead, in the texts.",
         "maps",
     )

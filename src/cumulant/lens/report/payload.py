@@ -107,7 +107,7 @@ def _text(data: ReportData, tokens: Frame, index: int, text: Text) -> dict[str, 
                 for s in (*TOKENS, Shown("visible", "Visible keys", "number"))
                 if has(part, s.column)
             },
-            "top": [[_top(data.top, index, number, h, t) for t in range(size)] for h in heads],
+            "top": [_top(data.top, index, number, h, size) for h in heads],
         }
     return {"name": text.name, "tokens": text.tokens, "target": text.target, "calls": calls}
 
@@ -128,10 +128,11 @@ def _grid(part: Frame, name: str, heads: Sequence[int], size: int) -> list[list[
     return shortened_all(grid, 4)
 
 
-def _top(top: Any, text: int, layer: int, head: int, token: int) -> list[Any]:
-    """Key, weight, key, weight, ...; nothing where the examination kept nothing."""
+def _top(top: Any, text: int, layer: int, head: int, size: int) -> list[list[Any]]:
+    """Key, weight, key, weight, ... of each token; nothing where the examination kept nothing."""
     try:
-        pairs = top[text][layer][head][token]
+        rows = top[text][layer][head]  # all tokens at once: the pairs of a head are made here
     except (IndexError, KeyError, TypeError):
-        return []
-    return [x for key, weight in pairs for x in (int(key), round(float(weight), 4))]
+        rows = []
+    flat = [[x for j, w in row for x in (int(j), round(float(w), 4))] for row in rows[:size]]
+    return flat + [[]] * (size - len(flat))
