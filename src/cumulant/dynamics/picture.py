@@ -226,7 +226,7 @@ def _logarithmic(axes: Any) -> None:
         ticker: Any = import_module("matplotlib.ticker")
         steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 

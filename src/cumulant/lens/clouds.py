@@ -166,16 +166,16 @@ def _residual(states: Tensor) -> float | None:
     Tokens are taken from the first one: where all are one point it is exactly 0.
     """
     kind = torch.float32 if states.device.type == "mps" else torch.float64
-    X = states.to(kind, copy=True)
-    size = float(linalg.vector_norm(X))
+    rows = states.to(kind, copy=True)
+    size = float(linalg.vector_norm(rows))
     if not math.isfinite(size):
-        X = X[X.isfinite().all(-1)]
-        size = float(linalg.vector_norm(X))
-    if len(X) < 2 or size == 0 or not math.isfinite(size):
+        rows = rows[rows.isfinite().all(-1)]
+        size = float(linalg.vector_norm(rows))
+    if len(rows) < 2 or size == 0 or not math.isfinite(size):
         return None
-    X -= X[:1].clone()
-    X -= X.mean(0)
-    return float(linalg.vector_norm(X)) / size
+    rows -= rows[:1].clone()
+    rows -= rows.mean(0)
+    return float(linalg.vector_norm(rows)) / size
 
 
 def _leading(X: Tensor, count: int) -> Tensor:

@@ -277,21 +277,21 @@ def bilinear(found: Projections) -> Bilinear:
     sizes: list[Tensor] = []
     grams: list[Tensor] = []
     aligned: list[Tensor] = []
-    for h, query in enumerate(found.query):  # one head at a time: a double copy of all is large
-        if h % group == 0:  # a key head serves several queries
-            k = found.key[h // group].double()
-            keys = k.mT @ k
-        q = query.double()
-        queries = q.mT @ q
-        sizes.append(_trace(queries, keys))
-        if square:
-            across = k.mT @ q
-            rows = (torch.cat([queries, across.mT], -1), torch.cat([across, keys], -1))
-            grams.append(torch.cat(rows, -2))
-        if found.output is not None:
-            v, o = found.value[h // group].double(), found.output[h].double()
-            same = (v.mT @ k) * (o @ q)  # tr(W_o' W_v' W_k W_q') as a sum over (e, d)
-            aligned.append(same.sum() / (sizes[-1] * _trace(v.mT @ v, o @ o.mT)).sqrt())
+    for j, key in enumerate(found.key):  # a key head serves several queries
+        k = key.double()  # one head at a time: a double copy of all is large
+        keys = k.mT @ k
+        for h in range(j * group, (j + 1) * group):
+            q = found.query[h].double()
+            queries = q.mT @ q
+            sizes.append(_trace(queries, keys))
+            if square:
+                across = k.mT @ q
+                rows = (torch.cat([queries, across.mT], -1), torch.cat([across, keys], -1))
+                grams.append(torch.cat(rows, -2))
+            if found.output is not None:
+                v, o = found.value[j].double(), found.output[h].double()
+                same = (v.mT @ k) * (o @ q)  # tr(W_o' W_v' W_k W_q') as a sum over (e, d)
+                aligned.append(same.sum() / (sizes[-1] * _trace(v.mT @ v, o @ o.mT)).sqrt())
 
     def within(x: Tensor) -> Tensor:  # [-1, 1], up to rounding
         return x.clamp(-1, 1).to(kind)

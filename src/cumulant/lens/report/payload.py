@@ -130,6 +130,7 @@ def _grid(part: Frame, name: str, heads: Sequence[int], size: int) -> list[list[
 
 def _top(top: Any, text: int, layer: int, head: int, size: int) -> list[list[Any]]:
     """Key, weight, key, weight, ... of each token; nothing where the examination kept nothing."""
+    rows: Sequence[Sequence[tuple[Any, Any]]]
     try:
         rows = top[text][layer][head]  # all tokens at once: the pairs of a head are made here
     except (IndexError, KeyError, TypeError):
