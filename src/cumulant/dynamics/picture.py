@@ -222,7 +222,7 @@ def _logarithmic(axes: Any) -> None:
     """A logarithmic axis; over a few decades its numbers are written out, and few."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    if 1e-3 <= low and high <= 1e5 and high < 1e3 * low:
+    if low >= 1e-3 and high <= 1e5 and high < 1e3 * low:
         ticker: Any = import_module("matplotlib.ticker")
         steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
