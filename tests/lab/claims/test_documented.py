@@ -103,7 +103,8 @@ def quoted() -> dict[str, str]:
         f"{even[1:]}",
         "link, causal": f"a causal one {causal}",
         "T37a": f"keeps {number('T37a', 'one_head'):.0%} of its retrieval with one set of "
-        f"attention weights for all heads, but only {number('T37a', 'query_key'):.0%} with the identity",
+        f"attention weights for all heads, but only {number('T37a', 'query_key'):.0%} with the "
+        "identity",
         "frozen values": f"those of values and outputs {lost('vo-frozen'):.2f}",
         "identity": f"the identity for all weights costs {lost('all-identity'):.2f}",
         "capacity": f"(e^({mean('recall-capacity', 'exp', 'growth_rate'):.2f} d))",
