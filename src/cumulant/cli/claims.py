@@ -109,7 +109,7 @@ def _left(keep: Keeper, output: Path | None) -> str:
 
 def _tell(above: Console, shown: Console, row: dict[str, Any], *, numbers: bool) -> None:
     """Print one claim's verdict, above the progress bar if there is one; asked for, its numbers."""
-    from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+    from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, correction_title
     from cumulant.lab.claims.record import bound, measured, outcome
 
     styles = {HOLDS: "green", CORRECTED: "cyan", FAILS: "red", OPEN: "yellow"}
@@ -127,7 +127,8 @@ def _tell(above: Console, shown: Console, row: dict[str, Any], *, numbers: bool)
         form = "" if x["form"] == "noted" else x["form"]
         table.add_row(escape(f"{x['says']} ({x['name']})"), measured(x), bound(x), form)
     console.print(Padding(table, (1, 0, 0, 6)))
-    for head, words in (("Bounds", row["bounds"]), ("Correction", row["correction"])):
+    correction = correction_title(row["verdict"])
+    for head, words in (("Bounds", row["bounds"]), (correction, row["correction"])):
         if words:
             console.print(Padding(f"[bold]{head}.[/bold] {escape(words)}", (1, 0, 0, 6)))
     where = f"{row['source']}; experiment {row['experiment']}"

@@ -30,6 +30,7 @@ __all__ = [
     "Result",
     "Rule",
     "Trial",
+    "correction_title",
     "table",
     "verdict",
 ]
@@ -167,6 +168,16 @@ def verdict(numbers: Sequence[Measured]) -> Verdict:
     if "failed" in statement:
         return OPEN if "undecided" in correction else CORRECTED if correction else FAILS
     return OPEN if "undecided" in statement | correction else HOLDS
+
+
+def correction_title(said: str) -> str:
+    """What a correction is called beside a verdict: one that fails must not read as true.
+
+    >>> correction_title("does not hold in general")
+    'Proposed correction, which fails too'
+    """
+    known = {FAILS: "Proposed correction, which fails too", OPEN: "Proposed correction"}
+    return known.get(said, "Correction")
 
 
 class Trial:

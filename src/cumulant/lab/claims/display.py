@@ -61,7 +61,7 @@ def _words(row: dict[str, Any]) -> Shown:
 def _about(said: Shown, claim: Claim) -> list[Markup]:
     parts = [Markup(f"<p>{text(said.statement)}</p>"), _formula(claim.formula)]
     if said.correction:
-        parts.append(_paragraph("Correction", said.correction))
+        parts.append(_paragraph(said.correction_title, said.correction))
     parts += [_paragraph("Slip", slip) for slip in said.slips]
     told = [("source", said.source), ("evidence", said.evidence), ("known as", said.systems)]
     return [*parts, facts([(n, x) for n, x in told if x])]

@@ -15,7 +15,15 @@ from cumulant.core.files import make_folder, write_file
 from cumulant.core.journal import Journal
 from cumulant.core.lock import locked
 from cumulant.figures import as_svg, need_matplotlib
-from cumulant.lab.claims.claim import CORRECTED, EVIDENCE, FAILS, HOLDS, OPEN, Claim
+from cumulant.lab.claims.claim import (
+    CORRECTED,
+    EVIDENCE,
+    FAILS,
+    HOLDS,
+    OPEN,
+    Claim,
+    correction_title,
+)
 from cumulant.lab.claims.ledger import Entry, run, sources
 from cumulant.lab.claims.ledger import claims as known
 
@@ -244,7 +252,7 @@ def _section(row: Row) -> list[str]:
     if row["systems"]:
         lines[-1] += f" Known as: {', '.join(row['systems'])}."
     if row["correction"]:
-        lines += ["", f"*Correction.* {row['correction']}"]
+        lines += ["", f"*{correction_title(row['verdict'])}.* {row['correction']}"]
     lines += [line for slip in row["slips"] for line in ("", f"*Slip.* {slip}")]
     if row["finding"]:
         lines += ["", row["finding"]]

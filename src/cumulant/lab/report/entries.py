@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN
+from cumulant.lab.claims.claim import CORRECTED, FAILS, HOLDS, OPEN, correction_title
 from cumulant.lab.report.documents import Links, derivations
 from cumulant.lab.report.drawings import drawing
 from cumulant.pages import mathml, number
@@ -74,6 +74,7 @@ class Shown:
     source: str
     formula: str
     correction: str
+    correction_title: str
     slips: list[str]
     bounds: str
     finding: str
@@ -117,6 +118,7 @@ def shown(row: Mapping[str, Any], figure: str | None, links: Links) -> Shown:
         source=str(row["source"]),
         formula=mathml(str(row["formula"])) if row["formula"] else "",
         correction=str(row["correction"] or ""),
+        correction_title=correction_title(str(row["verdict"])),
         slips=[str(slip) for slip in row.get("slips", ())],
         bounds=str(row.get("bounds", "")),
         finding=powers(str(row["finding"] or "")),
