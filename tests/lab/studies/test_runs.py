@@ -26,7 +26,7 @@ from cumulant.lab.studies.features import Features
 from cumulant.lab.studies.judging import interval, judge, quantities
 from cumulant.lab.studies.reading import read
 from cumulant.lab.studies.recall import Recall
-from cumulant.lab.studies.results import Results, load, markdown, save
+from cumulant.lab.studies.results import Results, load, markdown, save, with_curves
 from cumulant.lab.studies.running import Run, Stopped, run
 from cumulant.lab.studies.study import Job, Judged, Study
 from cumulant.lab.studies.tasks import TASKS, measured, settings_of
@@ -153,6 +153,9 @@ def test_files_say_the_same(tmp_path, study):
     }
     again = load(tmp_path / "results.json", study)
     assert markdown(again) == (tmp_path / "results.md").read_text()
+    whole = with_curves(again, tmp_path / "curves.parquet")
+    assert [x.curve for x in whole.runs] == [x.curve for x in runs]
+    assert not any(x.curve for x in again.runs)
     curves = pd.read_parquet(tmp_path / "curves.parquet")
     bits = curves[(curves.quantity == "bits") & (curves.stage == "final") & (curves.step == 24)]
     assert len(bits) == 4

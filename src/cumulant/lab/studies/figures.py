@@ -1,9 +1,13 @@
-"""Curves of a study: means over seeds with their range, and what the search saw."""
+"""Curves of a study: means over seeds with their range, and what the search saw.
+
+Two panels stand side by side, so that a page of docs shows them at their own size.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +42,7 @@ _PANELS = {
 _LINK = (
     _Panel("step", "symmetry", "symmetry, whitened"),
     _Panel("step", "null", "symmetry of mismatched heads"),
+    _Panel("step", "definiteness", "definiteness, whitened"),
 )
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
@@ -50,21 +55,29 @@ def draw(results: Results, path: Path) -> Path:
     search = len(study.tuning.rates) > 2 and study.tuning.steps > 0
     last = study.task in ("language", "contrast") and not study.settings.get("link")
     count = len(panels) + search + last
+    rows = math.ceil(count / 2)
     objective = objective_of(study.task)
     shown = next(x for x in panels if x.y == objective)
     with style():
-        figure = new_figure(3.6 * count + 0.6, 3.6)
-        axes = figure.subplots(1, count, squeeze=False)[0]
+        spare = 2 * rows > count  # a cell without a panel takes the legend
+        figure = new_figure(7.9, 3.0 * rows + (0.0 if spare else 0.6))
+        axes = figure.subplots(rows, 2, squeeze=False).flatten()
         for panel, place in zip(panels, axes, strict=False):
             _curves(place, results, panel)
+        for panel, place in zip(panels, axes, strict=False):
+            if panel in _LINK:  # one scale, to compare what is a head's own with chance
+                place.sharey(axes[panels.index(_LINK[0])])
         rest = list(axes[len(panels) :])
         if last:
             _final(rest.pop(0), results, shown)
         if search:
             _search(rest.pop(0), results, shown)
         handles, labels = axes[0].get_legend_handles_labels()
-        columns = min(3 * count, len(labels))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        if spare:
+            rest[0].set_axis_off()
+            rest[0].legend(handles, labels, loc="center", handlelength=3.5)
+        else:
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
         return write(figure, path)
 
 
@@ -94,8 +107,11 @@ def _curves(axes: Any, results: Results, panel: _Panel) -> None:
     axes.set(xlabel=panel.x, ylabel=panel.label)
     if panel.log_x:
         axes.set_xscale("log", base=2)
+        _plainly(axes.xaxis)
     if panel.log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        _plainly(axes.yaxis, (1, 2, 5) if high < 30 * low else (1,))
 
 
 def _final(axes: Any, results: Results, panel: _Panel) -> None:
@@ -128,9 +144,18 @@ def _search(axes: Any, results: Results, panel: _Panel) -> None:
         crosses |= bool(points)
     said = "learning rate (×: some run diverged)" if crosses else "learning rate"
     axes.set(xlabel=said, ylabel=f"{panel.label}, search", xscale="log")
-    axes.tick_params(axis="x", which="minor", labelbottom=False)
+    _plainly(axes.xaxis)
     if len(tried) < 5:
-        axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
+        axes.set_xticks(tried)
+
+
+def _plainly(axis: Any, multiples: tuple[int, ...] | None = None) -> None:
+    """Numbers like 0.01 and 100 on a logarithmic axis, and none between."""
+    ticker = import_module("matplotlib.ticker")
+    if multiples:
+        axis.set_major_locator(ticker.LogLocator(subs=multiples))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _best(runs: Sequence[Run], rate: float, objective: str) -> float:

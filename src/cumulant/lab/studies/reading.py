@@ -40,7 +40,7 @@ _FORMS = ("statement", "correction", "control", "noted")
 
 def known() -> dict[str, Path]:
     """The studies that come with the library, by name."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"), key=lambda x: x.stem)}
 
 
 def read(given: str | Path) -> Study:

@@ -1,8 +1,9 @@
 """Recorded studies: full runs that come with the library, for the ledger and the docs.
 
 ``python -m cumulant.lab.studies.recording FOLDER``, from the root of the repository, takes up a
-finished folder of ``cumulant study``: its numbers go into ``recorded/``, its page, curves and
-figure into ``docs/studies/``.
+finished folder of ``cumulant study``: its numbers go into ``recorded/``, its curves into
+``docs/studies/``. Pages and figures of all recorded studies are then written anew from the two, as
+they are without a folder.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from shutil import copyfile
 
 from cumulant.core.files import make_folder, write_file
 from cumulant.lab.studies.reading import read
-from cumulant.lab.studies.results import Results, load, markdown
+from cumulant.lab.studies.results import Results, load, markdown, with_curves
 
-__all__ = ["page", "record", "recorded"]
+__all__ = ["page", "record", "recorded", "write_pages"]
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -41,14 +42,21 @@ def record(folder: Path, docs: Path) -> str:
     content["command"] = f"cumulant study {name} -o {name}/"
     make_folder(FOLDER)
     write_file(FOLDER / f"{name}.json", json.dumps(content, indent=1) + "\n")
-    results = load(FOLDER / f"{name}.json", read(name))
     make_folder(docs)
-    write_file(docs / f"{name}.md", page(results))
-    for suffix in ("parquet", "png"):
-        copyfile(folder / f"curves.{suffix}", docs / f"{name}.{suffix}")
+    copyfile(folder / "curves.parquet", docs / f"{name}.parquet")
     return name
+
+
+def write_pages(docs: Path) -> None:
+    """Page and figure of every recorded study, from its runs and curves."""
+    from cumulant.lab.studies.figures import draw
+
+    for name, results in recorded().items():
+        write_file(docs / f"{name}.md", page(results))
+        draw(with_curves(results, docs / f"{name}.parquet"), docs / f"{name}.png")
 
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:
         record(Path(given), Path("docs/studies"))
+    write_pages(Path("docs/studies"))

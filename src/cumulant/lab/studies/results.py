@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,12 @@ from cumulant.lab.studies.tasks import objective_of
 from cumulant.lens.files import write_table
 from cumulant.lens.tables import pandas
 
-__all__ = ["Results", "load", "markdown", "save"]
+__all__ = ["Results", "load", "markdown", "save", "with_curves"]
 
 # Numbers that every run has but no table needs: they say what other columns say.
 _LEFT_OUT = ("validation", "accuracy", "points", "capacity")
 _SEARCHED = ("rate", "beta", "diverged")
+_WHICH = ("variant", "stage", "seed", "rate", "beta")  # what tells the runs of a study apart
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,22 @@ def load(path: Path, study: Study) -> Results:
     return Results(study, runs, {**about, "recorded": content["verdict"]})
 
 
+def with_curves(results: Results, path: Path) -> Results:
+    """Results of `load` with their curves, from ``curves.parquet``."""
+    kept: dict[tuple[Any, ...], dict[int, dict[str, float]]] = {}
+    for row in pandas().read_parquet(path).to_dict("records"):
+        points = kept.setdefault(tuple(row[n] for n in _WHICH), {})
+        step = int(row["step"])
+        points.setdefault(step, {"step": step})[row["quantity"]] = row["value"]
+    runs = [
+        replace(run, curve=[*kept.get(tuple(getattr(run.job, n) for n in _WHICH), {}).values()])
+        for run in results.runs
+    ]
+    return replace(results, runs=runs)
+
+
 def _run(study: Study, row: dict[str, Any]) -> Run:
-    where = {n: row[n] for n in ("variant", "stage", "seed", "rate", "beta")}
+    where = {n: row[n] for n in _WHICH}
     job = Job(task=study.task, settings={}, **where)
     return Run(job, row["numbers"], [], row["diverged"], row["seconds"])
 
@@ -117,8 +132,7 @@ def _rows(results: Results) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for run in results.runs:
         job = run.job
-        about = {"variant": job.variant, "stage": job.stage, "seed": job.seed}
-        about |= {"rate": job.rate, "beta": job.beta}
+        about = {name: getattr(job, name) for name in _WHICH}
         for point in run.curve:
             for name, x in point.items():
                 if name != "step":
