@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +15,10 @@ import torch
 # Some virtual machines announce AMX and then fault on its instructions ("Illegal instruction" in a
 # bfloat16 matrix product of torch's oneDNN). oneDNN reads this at its first use, and does without.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# A shell without job control starts background work with Ctrl-C ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import cumulant as cm
 from cumulant.kernels import tiles
