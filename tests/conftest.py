@@ -137,7 +137,7 @@ ON_EVERY_ENGINE = {
 }
 ON_NONE = {
     *("test_projection.py", "test_gibbs.py", "test_triton.py", "test_triton_tiles.py"),
-    *("test_synchronizations.py", "test_cuda_plan.py"),
+    *("test_synchronizations.py", "test_cuda_plan.py", "triton_on_a_device.py"),
 }
 
 
@@ -146,7 +146,7 @@ ON_NONE = {
 # a few of each area, so that code which assumes the CPU fails somewhere. =all runs all of them.
 DEVICE = os.environ.get("CUMULANT_OTHER_DEVICE", "")
 DEVICE_FILES = ("core/test_other_device.py", "kernels/test_synchronizations.py")
-DEVICE_FILES += ("kernels/test_cuda_plan.py",)
+DEVICE_FILES += ("kernels/test_cuda_plan.py", "kernels/triton_on_a_device.py")
 collect_ignore = [] if DEVICE else ["other_device.py", *DEVICE_FILES]
 ON_OTHER_DEVICE = {
     "test_derivatives.py": ("at_once[other-none-F]", "at_once[other-boolean-R", "[other-causal-F"),

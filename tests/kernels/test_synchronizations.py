@@ -224,3 +224,32 @@ def test_hidden_garbage_stays_hidden_without_asking(kind, what):
         assert not x[where].isnan().any()
         torch.testing.assert_close(x[where], y[where], rtol=1e-4, atol=1e-5)
     assert to_host(ours[0])[~where].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_gradients_where_nobody_sees_garbage(what):
+    """First and second derivatives of padded keys are those of the keys without the padding."""
+    q, k, v, a, b, c = given()
+    mask = torch.arange(37) < 30
+
+    def derivatives(q, k, v, a, b, c, **hides):
+        def loss(q, k, v):
+            return (mean(q, k, v, **hides).sin() * a).sum()
+
+        return [
+            *grad(loss, (0, 1, 2))(q, k, v),
+            *jvp(grad(loss, (0, 1, 2)), (q, k, v), (a, b, c))[1],
+        ]
+
+    expected = derivatives(
+        q, *(x[..., :30, :] for x in (k, v)), a, *(x[..., :30, :] for x in (b, c))
+    )
+    k[..., 30:, :] = v[..., 33:, :] = what
+    there = to_other(q, k, v, a, b, c)
+    hides = to_other(mask)
+    with counted() as waits:
+        ours = derivatives(*there, attn_mask=hides)
+    assert not waits
+    rows = [x[..., : y.shape[-2], :] for x, y in zip(ours, expected, strict=True)]
+    agree(rows, expected)
+    assert all(not to_host(x[..., 30:, :]).any() for x in (*ours[1:3], *ours[4:]))

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +24,21 @@ from cumulant.kernels.triton import answers, recording
 from cumulant.kernels.triton.blocks import KERNELS, WIDTHS, Blocks, candidates
 from cumulant.kernels.triton.compiling import TARGETS, compile_launch, launches
 from cumulant.kernels.triton.recording import Check, Record
+from cumulant.kernels.triton.tile import Measure, View
 from cumulant.lab.bench.costs import GPUS, ratio
 from cumulant.lab.bench.gpu_page import Line, compile_all, markdown
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_validated.py"])
-def test_in_the_interpreter(file, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "device"),
+    [("triton_interpreted.py", ""), ("triton_validated.py", ""), ("triton_on_a_device.py", "some")],
+)
+def test_in_the_interpreter(file, device, tmp_path):
     """In a process of its own: the interpreter is chosen before Triton is imported."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    env["CUMULANT_OTHER_DEVICE"] = device
     env["CUMULANT_CACHE"] = str(tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command.append(str(Path(__file__).with_name(file)))
@@ -125,6 +131,27 @@ def test_the_engine_is_used_only_where_its_self_test_passed(gpu, monkeypatch):
     gpu["kernels"] = "another source"  # a change of the kernels asks for another test
     recording.forget()
     assert not chosen()
+
+
+def test_kernels_run_on_the_gpu_of_their_tensors(monkeypatch):
+    """Triton launches on the current GPU, which may be another one."""
+    current, ran = ["cuda:0"], []
+
+    @contextmanager
+    def device(which):
+        current.append(str(which))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = {(1, 2): lambda *_, **__: ran.append(current[-1])}
+    monkeypatch.setattr(answers.sums, "forward", kernel)
+    with FakeTensorMode():
+        z = Measure(*[None] * len(Measure._fields))
+        for where in ("cuda:1", "cpu"):
+            query = View(torch.empty(2, device=where), 0, 0, 0, 1, 1)
+            answers.launch("forward", (1, 2), [z._replace(query=query)], warps=4, stages=1)
+    assert ran == ["cuda:1", "cuda:0"]
 
 
 def test_the_largest_score_is_asked_of_the_device_s_engine(gpu, monkeypatch):

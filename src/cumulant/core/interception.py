@@ -13,8 +13,9 @@ Guarantees:
   scope removes only its own effects. After the last handler, the original object is restored.
 - *Composition.* Calls pass the observers first, then the replacements, each kind from the last
   entered to the first, then the original: an observer sees the result of a replacement.
-- *Contexts.* A replacement acts in the context (thread, asyncio task) that entered it, and in tasks
-  created inside; a thread started inside sees the original. An observer also sees every other
+- *Contexts.* A replacement acts in the context (thread, asyncio task) that entered it, in tasks
+  created inside and in backward passes begun inside, which torch may run in threads of its own
+  (`Carried`); a thread started inside sees the original. An observer also sees every other
   thread, because an observed model may run in any; it does not see other tasks of its own thread.
 - *Third-party patches.* We call what was there when we patched. A patch on top of ours stays when
   we leave; ours then only forwards to what it found. If ours becomes the outermost again, it
@@ -41,6 +42,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import get_overridable_functions
 
+from cumulant.core.context import Carried, thread
 from cumulant.core.eager import eager
 from cumulant.core.errors import InputError
 
@@ -123,7 +125,7 @@ class Token:
     def __init__(self, scope: Scope[Any], effects: Sequence[Effect]) -> None:
         self._effects = effects
         self._live = True
-        self._thread = _thread.key
+        self._thread = thread.key
         self._scope: weakref.ref[Scope[Any]] | None = weakref.ref(scope, lambda _: self.undo())
 
     @property
@@ -133,7 +135,7 @@ class Token:
     @property
     def reaches(self) -> bool:
         """Whether an observer sees what runs here: its own context, and all other threads."""
-        return self.alive and (self._thread is not _thread.key or self in _tokens.get())
+        return self.alive and (self._thread is not thread.key or self in _tokens.get())
 
     def undo(self) -> None:
         self._live = False  # from here on no effect acts; the rest is tidying
@@ -143,14 +145,6 @@ class Token:
         self._scope, self._effects = None, ()
 
 
-class _Thread(threading.local):
-    """Identifies a thread; thread ids alone are reused."""
-
-    def __init__(self) -> None:
-        self.key = object()
-
-
-_thread = _Thread()
 _tokens: ContextVar[frozenset[Token]] = ContextVar("cumulant_tokens", default=frozenset())
 
 
@@ -315,15 +309,17 @@ def _found(place: _Place, *args: Any, **kwargs: Any) -> Any:
 
 
 def _past_handlers(place: _Place, kind: Any, args: Any, kwargs: Any) -> Any:
-    _replacements.set({**_replacements.get(), place: None})
-    named = getattr(place.owner, place.name)
-    return kind.__torch_function__(named, (kind,), args, kwargs)
+    token = _replacements.set({**_replacements.get(), place: None})
+    try:
+        named = getattr(place.owner, place.name)
+        return kind.__torch_function__(named, (kind,), args, kwargs)
+    finally:
+        _replacements.reset(token)
 
 
 # By place: the handlers of this context, the last entered first; None if a call has passed them.
-_replacements: ContextVar[Mapping[_Place, tuple[Handler, ...] | None]] = ContextVar(
-    "cumulant_replacements",
-    default=MappingProxyType({}),
+_replacements: Carried[Mapping[_Place, tuple[Handler, ...] | None]] = Carried(
+    "cumulant_replacements", MappingProxyType({})
 )
 
 

@@ -13,13 +13,13 @@ import importlib.util
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from cumulant.core.context import Carried
 from cumulant.core.errors import InputError
 from cumulant.kernels.native import answers
 from cumulant.kernels.native.library import Missing, library
@@ -80,7 +80,7 @@ class Status:
     instruction_set: str | None
 
 
-_asked: ContextVar[str | None] = ContextVar("engine", default=None)
+_asked: Carried[str | None] = Carried("cumulant_engine", None)
 
 
 def engines() -> dict[str, Status]:
@@ -123,6 +123,8 @@ def _trust(device: torch.device) -> str:
 @contextmanager
 def engine(name: str) -> Generator[None]:
     """Select one engine in this context (thread or task), for tests and bisecting.
+
+    Backward passes that begin inside it use that engine, too.
 
     By default the fastest engine that supports a call computes it; on a GPU that is "triton" once
     its self-test has passed there (``cumulant doctor --self-test``), except for values and first

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,8 +78,14 @@ def _batch(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 def launch(
     kernel: str, grid: tuple[int, ...], given: Sequence[object], *, warps: int, stages: int
 ) -> None:
-    """Run a kernel of ``sums.py``."""
-    getattr(sums, kernel)[grid](*given, num_warps=warps, num_stages=stages)
+    """Run a kernel of ``sums.py`` on the GPU of its tensors; Triton would take the current one."""
+    with _current(cast(Measure, given[0])):
+        getattr(sums, kernel)[grid](*given, num_warps=warps, num_stages=stages)
+
+
+def _current(z: Measure) -> AbstractContextManager[object]:
+    device = cast(View, z.query).data.device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Call:
