@@ -57,8 +57,8 @@ CLAIM = Claim(
     "rule for particles was changed after numbers were seen: equal particles have no tails, and "
     "miss the rate of n = 4 by half (noted), so that they are weighted now.",
     finding="Rates agree with theory within {gaussian_error:.0e} (Gaussian) and "
-    "{sphere_error:.0e} (sphere) by quadrature, within {gaussian_particles:.1%} and "
-    "{circle_particles:.1%} by particles. (A cloud of {points} equal particles has no tails: its "
+    "{sphere_error:.0e} (sphere) by quadrature, within {gaussian_particles:.2%} and "
+    "{circle_particles:.2%} by particles. (A cloud of {points} equal particles has no tails: its "
     "fourth cumulant grows at {equal_share:.2f} of the population's rate at β = 0.75.) The first "
     "clusters grow as β to the power {exponent_2:.2f} ± {error_2:.2f}, {exponent_3:.2f} ± "
     "{error_3:.2f} and "

@@ -163,7 +163,7 @@ def measure(trial: Trial) -> Found:
     told = "; ".join(
         f"{names[key]} "
         + ", ".join(f"{typical(rows, kind):.2f}" for kind in KINDS[:3])
-        + f", {2 ** depth(rows):.2g}"
+        + f", {float(f'{2 ** depth(rows):.2g}'):g}"
         for key, rows in found.items()
     )
     return Found(numbers, told=told, found=found, names=names)

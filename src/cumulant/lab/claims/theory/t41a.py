@@ -53,7 +53,7 @@ CLAIM = Claim(
     """),
     finding="ALBERT's layer, trained for 12 passes, settles at {settles:.0%} of the reactions "
     "({last} passes, {cycles:.0%} in a cycle); a step changes the state by {at_depth:.1%} at its "
-    "depth and by {at_end:.2g} at the end. The spectral radius is {at_depth_radius:.2f} at its "
+    "depth and by {at_end:.1%} at the end. The spectral radius is {at_depth_radius:.2f} at its "
     "depth and {radius:.2f} at the end. Of the layers of MiniLM and AntiBERTy, never trained to be "
     "repeated, {others_settle:.0%} settle.",
     caption="Relative distance between iterates of one layer: ALBERT's, which is trained to be "
