@@ -193,6 +193,31 @@ def test_marks_shared_by_heads_and_many_tiles():
     torch.testing.assert_close(found["marked"][..., 0], p.diagonal(dim1=-2, dim2=-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [3, 35, 200])
+def test_largest_weights(n, dtype):
+    """In descending order; 0 and key -1 where fewer than five are above 0."""
+    arguments = problem(8, n, dtype=dtype)
+    arguments["mask"] = some_mask(8, n)
+    options = Options(scale=0.5, band=Band(upper=n - 6))
+    found = summarize(arguments, options, largest=5)
+    _, p = dense_rows(arguments, options)
+    wanted = p.sort(-1, descending=True).values[..., :5]
+    wanted = torch.nn.functional.pad(wanted, (0, 5 - wanted.shape[-1]))
+    weight, key = found["largest"].double(), found["largest_key"].long()
+    torch.testing.assert_close(weight, wanted, rtol=TOLERANCE[dtype], atol=1e-12)
+    assert torch.equal(key < 0, wanted == 0)
+    at_key = p.gather(-1, key.clamp_min(0)).masked_fill(key < 0, 0.0)
+    torch.testing.assert_close(at_key, weight, rtol=TOLERANCE[dtype], atol=1e-12)
+
+
+def test_of_equal_weights_the_first_keys_are_the_largest():
+    arguments = {"query": torch.zeros(1, 2, 3), "key": torch.randn(1, 90, 3)}
+    arguments["mask"] = torch.arange(90).expand(1, 2, 90) % 2 == 1
+    found = summarize(arguments, Options(), largest=5)
+    assert found["largest_key"].tolist() == [[[1, 3, 5, 7, 9]] * 2]
+
+
 @pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
 def test_other_masses(mass):
     assert_rows(problem(9, 50), Options(), mass=mass)

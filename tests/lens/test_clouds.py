@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cumulant import InputError
-from cumulant.lens.clouds import Cloud
+from cumulant.lens.clouds import Cloud, _leading
 from cumulant.lens.layers import LayerProbe
 
 
@@ -119,3 +119,16 @@ def test_a_model_that_collapses_each_text():
     (after,), (before,) = probe.layers(), probe.inputs()
     assert after["rank_residual"] == 0
     assert before["rank_residual"] == pytest.approx(by_numpy(x.double().numpy(), every.numpy()))
+
+
+@pytest.mark.parametrize("tokens", [40, 300, 700])
+def test_leading_directions_are_those_of_all_singular_vectors(tokens):
+    """By a search in a small space where there are many dimensions; all of them are the oracle."""
+    generator = torch.Generator().manual_seed(tokens)
+    scale = torch.arange(1, 513, dtype=torch.float64) ** -0.7
+    turn = torch.randn(512, 512, generator=generator, dtype=torch.float64)
+    X = torch.randn(tokens, 512, generator=generator, dtype=torch.float64) * scale
+    X = X @ torch.linalg.qr(turn).Q
+    wanted = torch.linalg.svd(X, full_matrices=False).Vh[:4]
+    found = _leading(X, 4)
+    torch.testing.assert_close(found.T @ found, wanted.T @ wanted, rtol=0, atol=1e-5)

@@ -240,14 +240,16 @@ def test_the_report_is_one_file(whole, tmp_path):
 def test_the_report_asks_for_the_pairs_of_a_head_once(model, tokenizer, monkeypatch):
     """For each token they would take time quadratic in the length: minutes for 300 tokens."""
     found = examine(model, tokenizer, TEXTS[0])
-    asked, made = [], Pairs.__getitem__
+    asked, made = [], Pairs.flat
 
-    def counted(self, head):
+    def counted(self, head, *rest, **named):
         asked.append(head)
-        return made(self, head)
+        return made(self, head, *rest, **named)
 
-    monkeypatch.setattr(Pairs, "__getitem__", counted)
-    shown = payload(found.report_data())["texts"][0]["calls"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Pairs, "flat", counted)
+        patched.delattr(Pairs, "__getitem__")  # which makes the pairs of all tokens
+        shown = payload(found.report_data())["texts"][0]["calls"]
     assert asked == [0, 1, 0, 1]  # 2 layers of 2 heads
     for layer, head, token in ((0, 0, 0), (1, 1, 3)):
         pairs = found.top[0][layer][head][token]

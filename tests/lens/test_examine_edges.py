@@ -437,8 +437,10 @@ def test_a_lock_of_another_process(model, tokenizer, tmp_path, saved, monkeypatc
 # --- full disks
 
 
-@pytest.mark.parametrize("what", ["write_bytes", "mkdir"])
-def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch, capsys, what):
+@pytest.mark.parametrize(
+    ("what", "why"), [("write_bytes", "cannot write"), ("mkdir", "cannot make the folder")]
+)
+def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch, capsys, what, why):
     change = getattr(Path, what)
 
     def full(self, *arguments, **options):
@@ -451,7 +453,7 @@ def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch, capsys, what):
         assert command(patched, "-m", saved, "-t", "the cat", "-o", tmp_path / "out") == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("cumulant: cannot write ")
+    assert told.err.startswith(f"cumulant: {why} ")
     assert "No space left on device" in told.err
     assert told.err.count("\n") == 1
     assert not [x for x in tmp_path.rglob(".cumulant-*") if x.name != PARTIAL]

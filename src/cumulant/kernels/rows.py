@@ -22,6 +22,7 @@ from cumulant.kernels import formulas
 from cumulant.kernels.attention import Options
 from cumulant.kernels.engines import compiled
 from cumulant.kernels.formulas import INDEX, LOG2_E, row_sum, with_scale
+from cumulant.kernels.search import Largest, best, on_tile
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, evaluate
 
 __all__ = ["dropped", "largest_root", "root_without_asking", "sort_rows", "summarize"]
@@ -45,6 +46,7 @@ def summarize(
     order: bool = True,
     spectrum: bool = True,
     mass: float = 0.9,
+    largest: int = 0,
 ) -> Arguments:
     """Statistics of every query's weights, each ``(*batch, M, 1)``.
 
@@ -53,6 +55,8 @@ def summarize(
     hold `mass`), ``top`` (which key has the largest weight) and ``top_weight``; with `spectrum`
     ``leading``, the largest eigenvalue of Cov[k]. ``marks`` among the arguments names keys by their
     number, ``(*batch, M, c)``: their weights come back as ``marked`` (0 for a negative number).
+    With `largest` also that many weights and their keys, ``largest`` and ``largest_key``, in
+    descending order and of equal ones the first key; 0 and -1 where fewer are above 0.
     """
     batch = functions.broadcast_shapes(*(x.shape[:-2] for x in arguments.values()))
     m, n = arguments["query"].shape[-2], arguments["key"].shape[-2]
@@ -63,6 +67,7 @@ def summarize(
     steps = min(LANCZOS_STEPS, arguments["key"].shape[-1])
     widths |= {"leading": 1} if spectrum else {}
     widths |= {"marked": arguments["marks"].shape[-1]} if "marks" in arguments else {}
+    widths |= dict.fromkeys(("largest", "largest_key"), largest) if largest else {}
     # Moments about a typical key cancel less; hidden keys enter no sum.
     key = arguments["key"]
     arguments = {**arguments, "center": key.mean(-2, keepdim=True)}
@@ -71,7 +76,7 @@ def summarize(
     if spectrum:
         del widths["leading"]
         widths["lanczos"] = 2 * steps
-    function = partial(_summary, order=order, spectrum=spectrum, mass=mass)
+    function = partial(_summary, order=order, spectrum=spectrum, mass=mass, count=largest)
     program = Program(
         function=with_scale(function, options.scale),
         indices=INDEX,
@@ -83,6 +88,8 @@ def summarize(
     out = evaluate(program, arguments)
     # A strip of queries outside the band has no tile.
     out["log_normalizer"].masked_fill_(out["visible"] == 0, -math.inf)
+    if largest:
+        out["largest_key"].masked_fill_(out["visible"] == 0, -1)
     if spectrum:
         tridiagonal = out.pop("lanczos")
         some = torch.split(tridiagonal.reshape(-1, 2 * steps), 2**14)  # in double: not all at once
@@ -112,7 +119,9 @@ def _compiled(
     )
 
 
-def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: float) -> Arguments:
+def _summary(
+    tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: float, count: int
+) -> Arguments:
     work = tile.work
     s_mn = formulas.scores(tile, a)
     out: Arguments = {}
@@ -141,6 +150,11 @@ def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: flo
         here = (a["marks"] >= 0) & (index >= 0) & (index < len(tile.columns))
         marked = p_mn.gather(-1, index.clamp(0, len(tile.columns) - 1)) * inverse
         out["marked"] = marked.masked_fill_(~here, 0.0)
+    if count:
+        found = _most(p_mn, count)
+        out["largest"] = found.score * inverse
+        numbered = torch.where(found.index < 0, -1, found.index + tile.columns.start)
+        out["largest_key"] = numbered.to(s_mn.dtype)
     # Moments about the key of the largest weight, which then has no part in them: where one key
     # holds nearly all the mass, nothing cancels.
     k_nd = a["key"] - a["center"]
@@ -162,6 +176,13 @@ def _summary(tile: Tile, a: Arguments, *, order: bool, spectrum: bool, mass: flo
         less = dropped(sort_rows(p_mn), total * (1 - mass))
         out["coverage"] = (s_mn.shape[-1] - less).masked_fill(total == 0, 0).to(s_mn.dtype)
     return out
+
+
+def _most(p_mn: Tensor, count: int) -> Largest:
+    """The `count` largest weights above 0."""
+    found = best([on_tile(p_mn, min(count, p_mn.shape[-1]))], count)
+    none = found.score <= 0
+    return Largest(found.score.masked_fill(none, 0.0), found.index.masked_fill(none, -1))
 
 
 def _score_variance(tile: Tile, a: Arguments, l_mn: Tensor, heat: Tensor, p_mn: Tensor) -> Tensor:

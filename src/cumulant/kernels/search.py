@@ -34,7 +34,7 @@ from cumulant.kernels.tiles import (
 )
 from cumulant.kernels.workspace import Workspace
 
-__all__ = ["Largest", "best", "largest", "scores_of"]
+__all__ = ["Largest", "best", "largest", "on_tile", "scores_of"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _over_tiles(arguments: Named, options: Options, k: int) -> Largest:
             found = Largest(score[where], index[where])
             for tile, cut in tiles:
                 cut["query"] = cut["query"] * options.scale
-                top = _on_tile(formulas.scores(tile, cut, 1.0), min(k, len(tile.columns)))
+                top = on_tile(formulas.scores(tile, cut, 1.0), min(k, len(tile.columns)))
                 numbered = Largest(top.score, top.index + tile.columns.start)
                 whole = len(tile.columns) == n and numbered.score.shape[-1] == k
                 found = numbered if whole else best([found, numbered], k)
@@ -152,7 +152,7 @@ def _over_tiles(arguments: Named, options: Options, k: int) -> Largest:
     return Largest(score, index.masked_fill(score == -math.inf, -1))
 
 
-def _on_tile(s_mn: Tensor, k: int) -> Largest:
+def on_tile(s_mn: Tensor, k: int) -> Largest:
     """The `k` largest of every row; ties go to the first."""
     if k == 1:
         return Largest(*s_mn.max(-1, keepdim=True))

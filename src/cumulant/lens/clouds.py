@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cumulant.core.errors import InputError
-from cumulant.core.typed import functions, linalg
+from cumulant.core.typed import linalg
 from cumulant.dynamics import gaussianity, participation_ratio
 from cumulant.lens.hidden import Reservoir
 
@@ -25,6 +24,8 @@ __all__ = ["Cloud", "Sample", "Shape"]
 DIRECTIONS = 4  # principal directions in which Gaussianity is tested
 TESTED = 512  # tokens in that test: the null distribution costs their square, once
 DRAWS = 199
+# Steps of the search for principal directions.
+KRYLOV = 6
 
 
 class Shape(NamedTuple):
@@ -179,14 +180,31 @@ def _residual(states: Tensor) -> float | None:
 
 
 def _leading(X: Tensor, count: int) -> Tensor:
-    """The leading right singular vectors, by the smaller Gram matrix; scipy finds only these."""
+    """The leading right singular vectors, by the smaller Gram matrix."""
     small = len(X) < X.shape[1]
-    gram = X @ X.T if small else X.T @ X
-    last = len(gram) - 1
-    find: Any = import_module("scipy.linalg").eigh
-    found = find(gram.numpy(), subset_by_index=[last - count + 1, last], check_finite=False)[1]
-    axes = functions.from_numpy(found).T
+    axes = _largest_axes(X @ X.T if small else X.T @ X, count)
     return torch.nn.functional.normalize(axes @ X if small else axes, dim=-1)
+
+
+def _largest_axes(matrix: Tensor, count: int) -> Tensor:
+    """Eigenvectors of the largest eigenvalues of a positive semidefinite matrix, as rows.
+
+    Large ones by block Krylov (Musco and Musco, 2015): a solver for all eigenvectors takes ten
+    times as long, and scipy's for some of them has threads of its own, which stall on a busy
+    machine.
+    """
+    n, width = len(matrix), count + 4
+    basis = torch.eye(n).to(matrix)
+    if n > 2 * KRYLOV * width:
+        block = torch.randn(n, width, generator=torch.Generator().manual_seed(0)).to(matrix)
+        basis = matrix.new_empty(n, 0)
+        for _ in range(KRYLOV):
+            block = matrix @ block
+            for _ in range(2):  # once leaves rounding, where a block is nearly in the basis
+                block = linalg.qr(block - basis @ (basis.T @ block)).Q
+            basis = torch.cat([basis, block], -1)
+    inside = linalg.eigh(basis.T @ (matrix @ basis)).eigenvectors[:, -count:]
+    return (basis @ inside).T
 
 
 def _gaussianity(X: Tensor) -> tuple[float | None, float | None, float | None]:

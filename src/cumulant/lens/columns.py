@@ -236,6 +236,9 @@ _ALL = (
         "T31",
     ),
     Column("text", "", "name of the text"),
+    Column("rank", "", "1 for the largest weight of the query, up to 5"),
+    Column("key", "token number", "number of the key with that weight; -1 for the sink logit"),
+    Column("weight", "probability", "the weight, to five decimals"),
 )
 
 COLUMNS = {column.name: column for column in _ALL}
@@ -246,5 +249,7 @@ TABLES = {
     "layers": "one row per transformer block",
     "expansions": "quantiles of |f(x) - f(y)| / |x - y| over pairs of tokens, per sublayer",
     "inputs": "one row per input: its text and its length",
+    "top": "one row per (input, layer, head, token, rank): the five largest weights of each query "
+    "in the texts shown",
     "partition": "log Z(c) = log sum_w exp <v_w, c> of the input embeddings, c random by length",
 }

@@ -17,6 +17,7 @@ from cumulant.core.files import destination, make_folder, write_file
 from cumulant.lens.columns import COLUMNS, TABLES
 from cumulant.lens.comparing import chance
 from cumulant.lens.files import part_name, read_table, write_json, write_table
+from cumulant.lens.pairs import pairs_of, top_table
 from cumulant.lens.partial import ABOUT, claimed, finish_move, is_complete, move_in, outdated
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
 from cumulant.lens.typed import Table, view
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Examination", "compare"]
 
 _SMALL = ("heads", "layers", "expansions", "partition", "inputs")
-_KINDS = {"model": dict, "run": dict, "notes": list, "shown": list, "top": list}
+TOP = "top"  # the table of the largest weights of the texts shown
+_KINDS = {"model": dict, "run": dict, "notes": list, "shown": list, "top": int}
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,16 @@ class Examination:
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
-        used = {c for x in self.tables.values() for c in x.columns} | set(TOKEN_COLUMNS)
+        if len(top := top_table(self.top)):
+            write_table(top, folder / f"{TOP}.parquet", TOP)
+        used = {c for x in (*self.tables.values(), top) for c in x.columns} | set(TOKEN_COLUMNS)
         write_json(
             {
                 "model": self.facts,
                 "run": self.run,
                 "notes": self.notes,
                 "shown": self.shown,
-                "top": self.top,
+                "top": len(top),
                 "pictures": self.pictures,
                 "definitions": {
                     n: {"unit": c.unit, "definition": c.definition, "theory": c.theory}
@@ -226,7 +230,11 @@ class Examination:
             notes=about["notes"],
             tables=tables,
             shown=about["shown"],
-            top=about["top"],
+            top=pairs_of(
+                read_table(path / f"{TOP}.parquet") if about["top"] else None,
+                len(about["shown"]),
+                int(about["model"].get("layers", 0)),
+            ),
             pictures=about.get("pictures", []),
             folder=path,
             parts=about.get("parts"),

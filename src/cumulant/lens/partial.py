@@ -44,6 +44,7 @@ ABOUT = "examination.json"
 # What an examination and the command may leave in a folder beside it.
 _KNOWN = (
     *(f"{x}.parquet" for x in ("tokens", "heads", "layers", "expansions", "partition", "inputs")),
+    "top.parquet",
     *("report.html", "comparison.csv"),
 )
 

@@ -19,12 +19,14 @@ from cumulant.lens.layers import LayerProbe
 from cumulant.lens.patterns import Asked, asked, masses
 from cumulant.lens.sampling import Sample, sampled
 from cumulant.lens.stack import Frame, Running, Stack, is_model, under_transform
-from cumulant.lens.statistics import Positions, Top, statistics, top_keys
+from cumulant.lens.statistics import Positions, Top, statistics, top_of_text
 
 __all__ = ["Layer", "Record", "Recorder", "Wanted", "top_of"]
 
 # A token counts as a sink where it is the top key of so many of a layer's queries.
 SINK_SHARE = 0.3
+# Queries of a text whose largest weights are kept; the report shows no more of longer ones.
+MOST_SHOWN = 1024
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,15 @@ class Recorder:
         positions = self._positions(call, frame)
         inputs = self._inputs(frame, call.query.shape[0])
         keys = self._asked(call, positions) if self.wanted.patterns else None
+        shown = min(inputs) < self.wanted.top and frame.outermost.past == 0
+        shown = shown and call.query.shape[2] <= MOST_SHOWN
         columns = statistics(
             call,
             positions,
             order=self.wanted.order,
             spectrum=self.wanted.spectrum,
             asked=None if keys is None else keys.marks(),
+            top=shown,
         )
         if self.wanted.received and not call.cross:
             columns["received"] = _received(call, positions.real)
@@ -175,12 +180,12 @@ class Recorder:
         if not call.cross and usable and self.wanted.links and min(inputs) < self.wanted.links:
             few = self.wanted.links - min(inputs)
             self.links.setdefault(layer.number, []).append(link(_cut(call, slice(few)), real[:few]))
-        for text, number in enumerate(inputs):
-            if number < self.wanted.top and frame.outermost.past == 0 and real.shape[1] <= 1024:
-                one = slice(text, text + 1)
-                self.top[number, layer.number] = top_keys(
-                    _cut(call, one), positions, text, columns["log_normalizer"][one]
-                )
+        if shown:
+            largest = columns.pop("largest"), columns.pop("largest_key")
+            for text, number in enumerate(inputs):
+                if number < self.wanted.top:
+                    top = top_of_text(*largest, positions, text)
+                    self.top[number, layer.number] = top
         if self.probe is not None:
             sink = _sinks(columns, positions, call) if self.wanted.order else real & False
             given = self._given(module)

@@ -10,9 +10,11 @@ from torch import Tensor
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.precision import without_autocast
 from cumulant.kernels.rows import summarize
-from cumulant.kernels.search import largest
 
-__all__ = ["Positions", "Top", "statistics", "top_keys"]
+__all__ = ["Positions", "Top", "statistics", "top_of_text"]
+
+LARGEST = 5  # weights of a query that are kept for the report
+_WIDE = ("marked", "largest", "largest_key")
 
 
 class Positions(NamedTuple):
@@ -46,13 +48,15 @@ def statistics(
     order: bool = True,
     spectrum: bool = True,
     asked: Tensor | None = None,
+    top: bool = False,
 ) -> dict[str, Tensor]:
     """Every per-token column of the tables that a call determines, each ``(B, H, M)``.
 
     Memory is linear in the lengths. `order` adds k90 and the top key, `spectrum` the leading
     eigenvalue of Cov[k], which takes two dozen further matrix products. The weights on keys that
     `asked` ``(B, M, c)`` names by number come back as ``asked`` ``(B, H, M, c)``, 0 for negative
-    numbers.
+    numbers. With `top` the five largest weights and their keys come back as ``largest`` and
+    ``largest_key`` ``(B, H, M, 5)``, for `top_of_text`.
     """
     prepared = call.prepared().sink_as_key()
     arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
@@ -75,11 +79,16 @@ def statistics(
     kind = arguments["query"].dtype
     arguments["marks"] = marks.reshape(len(marks), *lead, *marks.shape[1:]).to(kind)
     with without_autocast(call.query):
-        found = summarize(arguments, prepared.options, order=order, spectrum=spectrum)
+        found = summarize(
+            *(arguments, prepared.options),
+            order=order,
+            spectrum=spectrum,
+            largest=LARGEST if top else 0,
+        )
     if prepared.lift is not None:
         found["log_normalizer"] = found["log_normalizer"] + prepared.lift
     found = {name: prepared.finish(x) for name, x in found.items()}
-    column = {name: x[..., 0] for name, x in found.items() if name != "marked"}
+    column = {name: x[..., 0] for name, x in found.items() if name not in _WIDE}
     own, start, sink = found["marked"][..., :3].unbind(-1)
     out = {
         "log_normalizer": column["log_normalizer"],
@@ -94,14 +103,16 @@ def statistics(
     }
     if order:
         out["k90"] = column["coverage"]
-        top = column["top"].long() - shift
-        names = positions.key_token[:, None].expand(*top.shape[:2], -1)
-        out["top_key"] = torch.where(top < 0, -1, names.gather(-1, top.clamp_min(0)))
+        first = column["top"].long() - shift
+        names = positions.key_token[:, None].expand(*first.shape[:2], -1)
+        out["top_key"] = torch.where(first < 0, -1, names.gather(-1, first.clamp_min(0)))
         out["top_weight"] = column["top_weight"]
     if spectrum:
         out["leading_eigenvalue"] = column["leading"]
     if asked is not None:
         out["asked"] = found["marked"][..., 3:]
+    if top:
+        out["largest"], out["largest_key"] = found["largest"], found["largest_key"].long() - shift
     return out
 
 
@@ -112,24 +123,9 @@ def _cleaned(key: Tensor, key_token: Tensor, shift: int) -> Tensor:
     return key.masked_fill(padding.reshape(len(padding), *lead, -1, 1), 0.0)
 
 
-@torch.no_grad()
-def top_keys(
-    call: AttentionCall, positions: Positions, text: int, log_normalizer: Tensor, *, k: int = 5
-) -> Top:
-    """The `k` largest weights of every real query of a call that holds the one `text`.
-
-    ``log_normalizer`` ``(1, H, M)`` is that of `statistics`.
-    """
-    prepared = call.prepared().sink_as_key()
-    arguments = {n: x.detach() for n, x in prepared.arguments.items() if n != "value"}
-    shift = 0 if call.sinks is None else 1
-    count = min(k, arguments["key"].shape[-2])
-    found = largest(arguments, prepared.options, count)
-    score, index = (prepared.finish(x)[0] for x in (found.score, found.index))
-    if prepared.lift is not None:  # which the scores are without
-        log_normalizer = log_normalizer - prepared.lift[..., 0]
-    weight = (score - log_normalizer[0, ..., None]).exp().nan_to_num(0.0)
-    token = positions.key_token[text][(index - shift).clamp_min(0)]
-    key = torch.where(index < shift, -1, token)
-    real = positions.real[text]
-    return Top(key[:, real].cpu(), weight[:, real].cpu())
+def top_of_text(largest: Tensor, largest_key: Tensor, positions: Positions, text: int) -> Top:
+    """The largest weights of the real queries of one text, from those of `statistics`."""
+    key, real = largest_key[text], positions.real[text]
+    token = positions.key_token[text][key.clamp_min(0)]
+    named = torch.where(key < 0, -1, token)
+    return Top(named[:, real].cpu(), largest[text][:, real].cpu())

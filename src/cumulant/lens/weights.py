@@ -7,7 +7,9 @@ e of a value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,8 @@ _OUTPUTS = (
     *("o_proj", "out_proj", "dense", "o", "out_lin", "Wo", "proj", "c_proj"),
     *("projection", "projection_layer", "output_proj", "linear_out", "output"),
 )
+# Numbers of a projection that are copied at a time.
+_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
@@ -273,36 +277,63 @@ def bilinear(found: Projections) -> Bilinear:
     """
     kind = widened(found.query.dtype)
     square = found.query.shape[-2] == found.key.shape[-2]
-    group = len(found.query) // len(found.key)
-    sizes: list[Tensor] = []
-    grams: list[Tensor] = []
-    aligned: list[Tensor] = []
-    for j, key in enumerate(found.key):  # a key head serves several queries
-        k = key.double()  # one head at a time: a double copy of all is large
-        keys = k.mT @ k
-        for h in range(j * group, (j + 1) * group):
-            q = found.query[h].double()
-            queries = q.mT @ q
-            sizes.append(_trace(queries, keys))
-            if square:
-                across = k.mT @ q
-                rows = (torch.cat([queries, across.mT], -1), torch.cat([across, keys], -1))
-                grams.append(torch.cat(rows, -2))
-            if found.output is not None:
-                v, o = found.value[j].double(), found.output[h].double()
-                same = (v.mT @ k) * (o @ q)  # tr(W_o' W_v' W_k W_q') as a sum over (e, d)
-                aligned.append(same.sum() / (sizes[-1] * _trace(v.mT @ v, o @ o.mT)).sqrt())
+    parts = [_products(x, kind) for x in _some_heads(found)]
+    sizes, grams, aligned = (torch.cat(x) for x in zip(*parts, strict=True))
 
     def within(x: Tensor) -> Tensor:  # [-1, 1], up to rounding
         return x.clamp(-1, 1).to(kind)
 
     symmetry = definiteness = None
     if square:
-        gram, d = torch.stack(grams), found.query.shape[-1]
-        across = gram[:, d:, :d]
-        symmetry = within(_trace(across, across) / torch.stack(sizes))
-        definiteness = within(_definiteness(gram, kind))
-    return Bilinear(symmetry, definiteness, within(torch.stack(aligned)) if aligned else None)
+        d = found.query.shape[-1]
+        across = grams[:, d:, :d]
+        symmetry = within(_trace(across, across) / sizes)
+        definiteness = within(_definiteness(grams, kind))
+    return Bilinear(symmetry, definiteness, within(aligned) if found.output is not None else None)
+
+
+def _some_heads(found: Projections) -> Iterator[Projections]:
+    """Some key heads at a time, with their queries: a copy of all may be large."""
+    heads, *size = found.query.shape
+    group = heads // len(found.key)
+    count = max(1, _AT_ONCE // (group * math.prod(size)))
+    for k in range(0, len(found.key), count):
+        keys, queries = slice(k, k + count), slice(group * k, group * (k + count))
+        output = None if found.output is None else found.output[queries]
+        yield replace(
+            found,
+            query=found.query[queries],
+            key=found.key[keys],
+            value=found.value[keys],
+            output=output,
+        )
+
+
+def _products(found: Projections, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """|A|^2, the Gram matrices of [q k] ``(H, 2 d, 2 d)``, and the alignment of the values.
+
+    Products over the model's features have the precision of the weights; what is summed of them is
+    double. Grams and alignment are empty where there are none.
+    """
+    group = len(found.query) // len(found.key)
+    q, k = found.query.to(kind), found.key.to(kind)
+
+    def shared(x: Tensor) -> Tensor:  # a key head serves several queries
+        return x.repeat_interleave(group, 0)
+
+    queries, keys = (q.mT @ q).double(), shared(k.mT @ k).double()
+    size = _trace(queries, keys)
+    gram = aligned = size.new_empty(0)
+    if q.shape[-2] == k.shape[-2]:
+        across = (shared(k).mT @ q).double()
+        rows = torch.cat([queries, across.mT], -1), torch.cat([across, keys], -1)
+        gram = torch.cat(rows, -2)
+    if found.output is not None:
+        v, o = found.value.to(kind), found.output.to(kind)
+        values, outputs = shared(v.mT @ v).double(), (o @ o.mT).double()
+        same = shared(v.mT @ k).double() * (o @ q).double()  # tr(W_o' W_v' W_k W_q')
+        aligned = same.sum((-2, -1)) / (size * _trace(values, outputs)).sqrt()
+    return size, gram, aligned
 
 
 def _trace(first: Tensor, second: Tensor) -> Tensor:

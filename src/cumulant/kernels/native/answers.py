@@ -34,7 +34,7 @@ _SLOTS = {
             *("to query", "to key", "to value", "to bias"),
             *("to cotangent mean", "to cotangent log_normalizer"),
             *("visible", "coverage", "top_weight", "fisher_trace", "leading", "marked"),
-            *("received", "center"),
+            *("received", "center", "largest", "largest_key"),
         )
     )
 }
@@ -44,6 +44,7 @@ _MEASURE = frozenset(_SLOTS) & {
 _KINDS = {torch.float32: "f32", torch.float64: "f64"}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_BATCH = 8
+_KEPT = 5  # weights of a row that `largest` has, as KEPT in problem.hpp
 _MOST_KEYS = 2**17  # of rows that are kept whole
 _OPEN = 2**60
 
@@ -272,6 +273,8 @@ def statistics(
     """
     names = _MEASURE | {"marks", "center"}
     if {"value", "seed", "query_tag"} & arguments.keys() or arguments.keys() - names:
+        return None
+    if widths.get("largest", _KEPT) != _KEPT:
         return None
     key, center = arguments["key"], arguments["center"]
     centered = key.new_empty((*key.shape[:-1], key.shape[-1] + 1))  # keys, and their squares beside

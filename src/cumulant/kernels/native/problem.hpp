@@ -5,7 +5,7 @@
 #include "gemm.hpp"
 #include "threads.hpp"
 
-constexpr int MOST_BATCH = 8, KEYS = 64;  // batch dimensions; keys of a tile
+constexpr int MOST_BATCH = 8, KEYS = 64, KEPT = 5;  // batch dimensions; keys of a tile; largest weights, as `_KEPT` in answers.py
 
 // The numbers are those of `_SLOTS` in native.py.
 enum Slot {
@@ -15,6 +15,7 @@ enum Slot {
   MEAN, NORMALIZER, ENTROPY, SCORE_MEAN, SCORE_VARIANCE, SCORE_MAX, TOP,        // results, one row per query
   TO_QUERY, TO_KEY, TO_VALUE, TO_BIAS, TO_MEAN, TO_NORMALIZER,                  // gradients
   VISIBLE, COVERAGE, TOP_WEIGHT, TRACE, LEADING, MARKED, RECEIVED, CENTER,      // statistics of rows
+  LARGEST, LARGEST_KEY,                                                         // the KEPT largest weights of each row and their keys
   SLOTS
 };
 

@@ -49,6 +49,31 @@ template <class T> static void coverage(const Block<T>& b, const T* p, const T* 
   }
 }
 
+// The largest weights of each row in descending order, and their keys; of equal ones the first key, and none of weight 0.
+template <class T> static void largest(const Block<T>& b, const T* p, const T* inverse) {
+  const Tensor &weights = b.z.tensor[LARGEST], &keys = b.z.tensor[LARGEST_KEY];
+  T *weight = b.at(LARGEST), *key = b.at(LARGEST_KEY);
+  for (int l = 0; l < b.W; l += LANES<T>) {
+    Vec<T> most[KEPT], who[KEPT];
+    for (int r = 0; r < KEPT; r++) most[r] = Vec<T>{}, who[r] = all<T>(-1);
+    for (int64_t j = b.from; j < b.to; j++) {
+      Vec<T> x = load(p + (j - b.from) * b.W + l), number = all<T>(T(j));
+      for (int r = 0; r < KEPT; r++) {  // what is less moves down
+        const auto more = x > most[r];
+        const Vec<T> less = most[r], other = who[r];
+        most[r] = more ? x : less, who[r] = more ? number : other;
+        x = more ? less : x, number = more ? other : number;
+      }
+    }
+    for (int i = 0; i < LANES<T> && l + i < b.n; i++)
+      for (int r = 0; r < KEPT; r++) {
+        const int64_t row = b.first + l + i;
+        weight[row * weights.row + r * weights.column] = most[r][i] * inverse[l + i];
+        key[row * keys.row + r * keys.column] = who[r][i];
+      }
+  }
+}
+
 // Sums over features of x[feature][lane] y[feature][lane].
 template <class T> static void inner(T* out, const T* x, const T* y, int64_t features, int W) {
   std::fill(out, out + W, T(0));
@@ -223,6 +248,7 @@ template <class T> static void statistics(const Problem& z) {
           out[(b.first + l) * to.row + i] = here ? p[(int64_t(mark) - b.from) * W + l] * rows.inverse[l] : T(0);
         }
     }
+    if (z.has(LARGEST)) largest(b, p, rows.inverse);
     // from here on without the largest weight
     const int64_t d = z.d;
     Moments<T> m{b.zeros(d), b.lanes(d), b.zeros(1), b.lanes(1)};

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumulant.lens.columns import COLUMNS
+from cumulant.lens.pairs import Pairs
 from cumulant.lens.report.definitions import HEADS, SUBLAYERS, TOKENS, Shown
 from cumulant.lens.report.numbers import Frame, column, has, shortened, shortened_all
 from cumulant.pages import typeset
@@ -132,8 +133,12 @@ def _top(top: Any, text: int, layer: int, head: int, size: int) -> list[list[Any
     """Key, weight, key, weight, ... of each token; nothing where the examination kept nothing."""
     rows: Sequence[Sequence[tuple[Any, Any]]]
     try:
-        rows = top[text][layer][head]  # all tokens at once: the pairs of a head are made here
+        known = top[text][layer]
+        if isinstance(known, Pairs):
+            flat = known.flat(head, size, decimals=4)
+        else:
+            rows = known[head][:size]
+            flat = [[x for j, w in row for x in (int(j), round(float(w), 4))] for row in rows]
     except (IndexError, KeyError, TypeError):
-        rows = []
-    flat = [[x for j, w in row for x in (int(j), round(float(w), 4))] for row in rows[:size]]
+        flat = []
     return flat + [[]] * (size - len(flat))
