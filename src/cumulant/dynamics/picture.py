@@ -121,7 +121,7 @@ class View:
             for axis, pad in ((axes.xaxis, 2), (axes.yaxis, 2), (axes.zaxis, 2)):
                 axis.labelpad = pad
             axes.set_zlim(limits[2])
-            axes.set_box_aspect((1, 1, 1), zoom=0.9)
+            axes.set_box_aspect((1, 1, 1), zoom=0.84)
             for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
                 axis.set_pane_color((0.975, 0.98, 0.99, 1.0))
                 axis.set_major_locator(ticker.MaxNLocator(3))
