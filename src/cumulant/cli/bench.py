@@ -34,13 +34,12 @@ def about(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-Rounds = Annotated[
-    int, typer.Option(help="Rounds for short measurements; long ones run half as many.")
-]
+Rounds = Annotated[int, typer.Option(help="Rounds for short measurements; long ones have fewer.")]
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick", help="Small shapes only, to check that it runs; targets apply to full shapes."
+        "--quick",
+        help="Only what is quick to measure, to check that it runs; targets are for full runs.",
     ),
 ]
 Threads = Annotated[

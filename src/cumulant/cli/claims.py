@@ -30,7 +30,8 @@ def claims(
         typer.Option(help="Only claims with this evidence: identity, simulation or empirical."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small experiments; all claims take a minute.")
+        bool,
+        typer.Option("--quick", help="Small experiments; all claims take two or three minutes."),
     ] = False,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed; on one machine a seed repeats every number.")
@@ -52,10 +53,10 @@ def claims(
     fails and the corrected one passes), does not hold in general, or is open.
 
     \b
-    cumulant claims --quick              all of them, in a minute
+    cumulant claims --quick              all of them, in two or three minutes
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
-    cumulant claims -o ledger/           with figures and a page; a few minutes
+    cumulant claims -o ledger/           with figures and a page; about 20 minutes
     cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 

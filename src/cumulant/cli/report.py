@@ -27,7 +27,7 @@ def report(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Small experiments and the shortest benchmarks; takes two minutes."
+            "--quick", help="Small experiments and the shortest benchmarks; about four minutes."
         ),
     ] = False,
     seed: Annotated[
@@ -41,7 +41,7 @@ def report(
     benchmark ratios of this machine, and two interactive panels.
 
     \b
-    cumulant report                      a few minutes; cumulant-report/report.html
+    cumulant report                      about half an hour; cumulant-report/report.html
     cumulant report --quick -o look/
 
     To resume an interrupted run, repeat the command.

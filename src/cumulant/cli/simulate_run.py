@@ -21,6 +21,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import destination
 from cumulant.core.typed import tolist
 from cumulant.dynamics.initial import STARTS
+from cumulant.dynamics.picture import clusters_at
 
 Start = Tensor | dynamics.Trajectory
 
@@ -179,7 +180,7 @@ def run_simulation(
     if picture is not None:
         run.plot(picture, cluster_distance=cluster_distance)
     if animation is not None:
-        run.animate(animation)
+        run.animate(animation, cluster_distance=cluster_distance)
     written = [p for p in (output, picture, animation) if p is not None]
     _report(run, as_json, written, cluster_distance)
 
@@ -229,7 +230,8 @@ def _contraction(name: str | None, start: Start) -> dynamics.Contraction | None:
 
 def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distance: float) -> None:
     final = run.final.reshape(-1, *run.final.shape[-2:])[0]
-    groups = int(dynamics.clusters(final, distance=distance).count)
+    last = len(run.times) - 1
+    groups = clusters_at(run, last, distance)
     blown = float(run.blow_up_time.min())
     observed = {n: tolist(x.reshape(len(x), -1)[:, 0]) for n, x in run.observables.items()}
     if as_json:
@@ -246,12 +248,16 @@ def _report(run: dynamics.Trajectory, as_json: bool, written: list[Path], distan
     table.add_column("t", justify="right")
     for name in observed:
         table.add_column(name.replace("_", " "), justify="right")
-    last = len(run.times) - 1
+    table.add_column("clusters", justify="right")
     for k in sorted({round(i * last / 8) for i in range(9)}):
-        table.add_row(f"{float(run.times[k]):.4g}", *(f"{x[k]:.4g}" for x in observed.values()))
+        values = (f"{x[k]:.4g}" for x in observed.values())
+        count = clusters_at(run, k, distance)
+        table.add_row(f"{float(run.times[k]):.4g}", *values, "–" if count is None else str(count))
     console = Console()
     console.print(table)
-    console.print(f"{groups} cluster{'s' * (groups != 1)} at the end (points within {distance:g})")
+    if groups is not None:
+        s = "s" * (groups != 1)
+        console.print(f"{groups} cluster{s} at the end (points within {distance:g})")
     if math.isfinite(blown):
         console.print(f"the cloud overflowed at t = {blown:.4g}")
     for path in written:

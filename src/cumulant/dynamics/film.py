@@ -13,7 +13,7 @@ import numpy as np
 
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, whole_file, write_file
-from cumulant.dynamics.picture import View, title
+from cumulant.dynamics.picture import View, clusters_at, title
 from cumulant.figures import COLORS, need_matplotlib, new_figure, style
 from cumulant.pages import film_page
 
@@ -25,7 +25,9 @@ __all__ = ["animate"]
 _DPI = {".gif": 90, ".html": 150}
 
 
-def animate(run: Trajectory, path: str | os.PathLike[str], frames: int, fps: int) -> Path:
+def animate(
+    run: Trajectory, path: str | os.PathLike[str], frames: int, fps: int, reach: float
+) -> Path:
     """See `Trajectory.animate`."""
     path = Path(path)
     kind = path.suffix.lower()
@@ -38,9 +40,9 @@ def animate(run: Trajectory, path: str | os.PathLike[str], frames: int, fps: int
     view = View(run)
     count = min(frames, len(run.times))
     chosen = [round(k * (len(run.times) - 1) / max(1, count - 1)) for k in range(count)]
-    drawn = _drawn(view, chosen, _DPI[kind])
+    captions = [_caption(view.times[k], clusters_at(run, k, reach)) for k in chosen]
+    drawn = _drawn(view, chosen, captions, _DPI[kind])
     if kind == ".html":
-        captions = [title(view.times[k]) for k in chosen]
         return write_file(path, film_page(list(drawn), captions, fps))
     image: Any = import_module("PIL.Image")  # comes with matplotlib
     first, *rest = (image.open(io.BytesIO(png)).convert("RGB") for png in drawn)
@@ -51,21 +53,27 @@ def animate(run: Trajectory, path: str | os.PathLike[str], frames: int, fps: int
     return path
 
 
-def _drawn(view: View, chosen: Sequence[int], dpi: int) -> Iterator[bytes]:
+def _caption(t: float, count: int | None) -> str:
+    if count is None:
+        return title(t)
+    return f"{title(t)}: {count} cluster{'s' * (count != 1)}"
+
+
+def _drawn(view: View, chosen: Sequence[int], captions: Sequence[str], dpi: int) -> Iterator[bytes]:
     """The cloud at the chosen times as PNG, all on one scale."""
     with style():
         figure = new_figure(4.6, 4.8)
         axes = figure.add_subplot(projection=view.projection)
         points = view.draw(axes, chosen[0], view.limits(chosen))
         heading = axes.set_title("", color=COLORS[0])
-    for k in chosen:
+    for k, caption in zip(chosen, captions, strict=True):
         x = view.points[k]
         if view.dimension == 3:
             points._offsets3d = tuple(x.T)
         else:
             height = x[:, 1] if view.dimension == 2 else np.zeros(len(x))
             points.set_offsets(np.column_stack([x[:, 0], height]))
-        heading.set_text(title(view.times[k]))
+        heading.set_text(caption)
         content = io.BytesIO()
         with style():
             figure.savefig(content, format="png", dpi=dpi)

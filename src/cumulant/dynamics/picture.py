@@ -21,6 +21,7 @@ from cumulant.figures import (
     new_figure,
     ramp,
     series_color,
+    short_logarithms,
     style,
     tidy,
 )
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from cumulant.dynamics.trajectory import Trajectory
 
-__all__ = ["View", "blown_note", "plot", "title"]
+__all__ = ["View", "blown_note", "clusters_at", "plot", "title"]
 
 _MOST_POINTS, _MOST_COUNTS = 3000, 120
 
@@ -120,7 +121,7 @@ class View:
             for axis, pad in ((axes.xaxis, 2), (axes.yaxis, 2), (axes.zaxis, 2)):
                 axis.labelpad = pad
             axes.set_zlim(limits[2])
-            axes.set_box_aspect((1, 1, 1), zoom=0.82)
+            axes.set_box_aspect((1, 1, 1), zoom=0.84)
             for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
                 axis.set_pane_color((0.975, 0.98, 0.99, 1.0))
                 axis.set_major_locator(ticker.MaxNLocator(3))
@@ -187,6 +188,7 @@ def plot(
                 _curves(axes, run, name, view.times, i)
             else:
                 _counts(axes, run, view.times, reach)
+        short_logarithms(figure)
     if path is not None:
         write_figure(figure, path)
     return figure
@@ -218,29 +220,23 @@ def blown_note(run: Trajectory) -> str:
     return f"left the range of its numbers at t = {float(when.min()):.3g}" if len(when) else ""
 
 
-def _logarithmic(axes: Any) -> None:
-    """A logarithmic axis; over a few decades its numbers are written out, and few."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    if low >= 1e-3 and high <= 1e5 and high < 1e3 * low:
-        ticker: Any = import_module("matplotlib.ticker")
-        steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
-        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+def clusters_at(run: Trajectory, k: int, reach: float) -> int | None:
+    """The number of clusters of the first cloud in one state; None once it has blown up."""
+    cloud = run.states[k].detach().reshape(-1, *run.states.shape[-2:])[0]
+    return int(clusters(cloud, distance=reach).count) if bool(cloud.isfinite().all()) else None
 
 
 def _counts(axes: Any, run: Trajectory, times: list[float], reach: float) -> None:
     """The number of clusters against time, of the first cloud."""
-    states = run.states.detach().reshape(len(run.states), -1, *run.states.shape[-2:])[:, 0]
     last = len(times) - 1
-    seen = sorted({round(k * last / _MOST_COUNTS) for k in range(_MOST_COUNTS + 1)})
-    seen = [k for k in seen if bool(states[k].isfinite().all())]
-    counts = [int(clusters(states[k], distance=reach).count) for k in seen]
-    axes.step([times[k] for k in seen], counts, where="post", color=series_color(0))
+    frames = sorted({round(k * last / _MOST_COUNTS) for k in range(_MOST_COUNTS + 1)})
+    found = {times[k]: clusters_at(run, k, reach) for k in frames}
+    seen = {t: count for t, count in found.items() if count is not None}
+    counts = list(seen.values())
+    axes.step(list(seen), counts, where="post", color=series_color(0))
     if counts and max(counts) > 20 * min(counts):
         axes.set_ylim(0.8, 1.3 * max(counts))
-        _logarithmic(axes)
+        axes.set_yscale("log")
     else:
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(0, 1.08 * max(counts, default=1))
@@ -260,10 +256,10 @@ def _curves(axes: Any, run: Trajectory, name: str, times: list[float], i: int) -
     known = x[np.isfinite(x)]
     size = float(np.abs(known).max()) if len(known) else 0.0
     if len(known) and bool((known > 0).all()) and size > 20 * known.min():
-        _logarithmic(axes)
-    elif len(known) and not known.max() - known.min() > 1e-3 * size:
-        # What is constant looks constant.
-        middle, room = float(known.mean()), 0.05 * size or 0.05
+        axes.set_yscale("log")
+    elif len(known) and not known.max() - known.min() > 0.1 * size:
+        # What hardly changes looks it.
+        middle, room = float(known.max() + known.min()) / 2, 0.1 * size or 0.1
         axes.set_ylim(middle - room, middle + room)
     if axes.get_yscale() == "linear":
         axes.ticklabel_format(axis="y", useOffset=False)

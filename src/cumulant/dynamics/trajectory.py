@@ -164,17 +164,30 @@ class Trajectory:
 
         return plot(self, path, snapshots, cluster_distance)
 
-    def animate(self, path: str | os.PathLike[str], *, frames: int = 60, fps: int = 12) -> Path:
+    def animate(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        frames: int = 60,
+        fps: int = 12,
+        cluster_distance: float = 0.1,
+    ) -> Path:
         """Write the cloud in motion as a GIF, or as an HTML page with a player, by the suffix.
 
         The page holds all it needs and makes no request.
+
+        Args:
+            path: the file, ``.gif`` or ``.html``.
+            frames: at most this many, evenly spaced.
+            fps: frames per second.
+            cluster_distance: reach of the clusters that each frame counts, as for `clusters`.
 
         Raises:
             InputError: another suffix, or matplotlib is missing (``pip install '.[plot]'``).
         """
         from cumulant.dynamics.film import animate
 
-        return animate(self, path, frames, fps)
+        return animate(self, path, frames, fps, cluster_distance)
 
 
 def _plain(x: Tensor) -> Any:

@@ -22,6 +22,7 @@ __all__ = [
     "new_figure",
     "ramp",
     "series_color",
+    "short_logarithms",
     "tidy",
     "write",
 ]
@@ -106,6 +107,35 @@ def tidy(axes: Any) -> None:
     axes.grid(visible=False)
 
 
+# How far a logarithmic axis reaches, and where it then has numbers in each decade.
+_STEPS = (
+    (3.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)),
+    (10.0, (1.0, 2.0, 3.0, 5.0)),
+    (100.0, (1.0, 2.0, 5.0)),
+    (1e3, (1.0,)),
+)
+
+
+def short_logarithms(figure: Any) -> None:
+    """Logarithmic axes of up to three decades get few numbers, written out: 0.5, 1, 2.
+
+    Powers such as 3·10⁻² would run into each other, and a short axis would have none. Axes with
+    ticks of their own, or another base, stay as they are.
+    """
+    ticker: Any = import_module("matplotlib.ticker")
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        own = not isinstance(axis.get_major_locator(), ticker.LogLocator)
+        if axis.get_scale() != "log" or own or axis.get_transform().base != 10:
+            continue
+        low, high = sorted(axis.get_view_interval())
+        steps = next((steps for reach, steps in _STEPS if high < reach * low), None)
+        if steps is None or low < 1e-3 or high > 1e5:
+            continue
+        axis.set_major_locator(ticker.LogLocator(subs=steps))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) -> str:
     """The figure that ``draw`` fills, as deterministic SVG with text as paths."""
     content = io.StringIO()
@@ -114,6 +144,7 @@ def as_svg(draw: Callable[[Any], None], size: tuple[float, float], name: str) ->
     with style(), import_module("matplotlib").rc_context(rules):
         figure = new_figure(*size)
         draw(figure)
+        short_logarithms(figure)
         figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
     return content.getvalue()
 
@@ -126,5 +157,6 @@ def write(figure: Any, path: str | os.PathLike[str]) -> Path:
         kinds = ", ".join(sorted(known))
         raise InputError(f"cannot draw a file {path.name}; the suffixes are {kinds}.")
     with style(), whole_file(path) as part:
+        short_logarithms(figure)
         figure.savefig(part)
     return path

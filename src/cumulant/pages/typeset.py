@@ -1,4 +1,4 @@
-"""Typeset plain-text formulas: subscripts, exponents, Greek letters, true minus signs."""
+"""Typeset plain-text formulas: subscripts, exponents, Greek letters, true minus signs, code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Piece", "typeset"]
 
 
 class Piece(NamedTuple):
-    """A piece of text and its HTML element: "" for none, "sub" or "sup"."""
+    """A piece of text and its HTML element: "" for none, "sub", "sup" or "code"."""
 
     element: str
     text: str
@@ -32,7 +32,7 @@ _RAISED = (
     r"\^(?:(?P<high>[-−]?[0-9]+|[A-Za-z½]|⟨[^⟨⟩]+⟩)(?![A-Za-z0-9])"
     r"|\((?P<inside>(?:[^()]|\([^()]*\))+)\)|\{(?P<braced>[^{}]+)\})"
 )
-_MOVED = re.compile(f"{_LOWERED}|{_RAISED}")
+_MOVED = re.compile(f"`(?P<code>[^`]+)`|{_LOWERED}|{_RAISED}")
 
 
 def typeset(text: str, signs: bool = True) -> list[Piece]:
@@ -51,8 +51,16 @@ def typeset(text: str, signs: bool = True) -> list[Piece]:
     end = 0
     for match in _MOVED.finditer(text):
         pieces.append(Piece("", text[end : match.start()]))
-        high = (match["high"] or match["inside"] or match["braced"] or "").replace("-", "−")
-        pieces.append(Piece("sub", match["low"]) if match["low"] else Piece("sup", high))
+        pieces.append(_moved(match))
         end = match.end()
     pieces.append(Piece("", text[end:]))
     return [piece for piece in pieces if piece.text]
+
+
+def _moved(match: re.Match[str]) -> Piece:
+    if match["code"]:
+        return Piece("code", match["code"])
+    if match["low"]:
+        return Piece("sub", match["low"])
+    high = match["high"] or match["inside"] or match["braced"]
+    return Piece("sup", high.replace("-", "−"))

@@ -21,6 +21,7 @@ def entry(name: str, verdict: str, **changes: Any) -> dict[str, Any]:
         **{"id": name, "title": f"Title of {name}", "statement": f"What {name} states."},
         **{"source": "proofs draft, eq. (3)", "formula": r"\nabla G(\eta) = \operatorname{E}[x]"},
         **{"correction": "", "systems": [], "tests": ["tests/laws/test_duality.py"]},
+        **{"theory": name if name[0] == "T" else "", "again": f"cumulant claims --only {name}"},
         **{"verdict": verdict, "recorded": verdict, "departs": False, "evidence": "identity"},
         **{"finding": f"Found of {name}: agreement to 2e-15.", "measured": {"gap": 3.2e-13}},
         **{"numbers": [NUMBER], "caption": None, "seconds": 0.31, "crash": None, "not_run": None},

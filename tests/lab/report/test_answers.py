@@ -10,6 +10,7 @@ import pytest
 from made_parts import entry, ledger, made_parts
 
 from cumulant.lab.claims import claims
+from cumulant.lab.claims.ledger import experiment_file
 from cumulant.lab.report import documents, render
 from cumulant.lab.report.answers import answers
 from cumulant.lab.report.documents import Links, derivations
@@ -45,6 +46,26 @@ def test_every_question_is_answered_in_two_sentences():
         if "![" in body:
             answer = body.split("![")[0]
             assert 1 <= len(re.findall(r"[.!?](?=\s)", answer)) <= 2, question
+
+
+def test_the_head_of_the_page_answers_every_question_in_a_few_words():
+    head = render(made_parts()).partition("</header>")[0]
+    found = re.findall(r'<li><a href="#(h-answer-\d+)">([^<]+)</a> <b>([^<]+)</b>', head)
+    illustrated = [x for x in SOURCE.split("\n## ")[1:] if "![" in x]
+    assert [question for _, question, _ in found] == [x.partition("\n")[0] for x in illustrated]
+    for (anchor, _, verdict), section in zip(found, illustrated, strict=True):
+        assert section.partition("\n")[2].strip().startswith(verdict.rstrip("."))
+        assert f'id="{anchor}"' in render(made_parts())
+
+
+def test_systems_and_studies_have_theory_file_and_command():
+    for name, claim in claims().items():
+        section = claim.theory or name
+        assert section in derivations(), name
+        assert (ROOT / experiment_file(claim)).is_file(), name
+    study = claims()["which-weights"]
+    assert experiment_file(study).endswith("studies/files/which-weights.toml")
+    assert study.again == "cumulant study which-weights -o which-weights"
 
 
 def test_what_is_written_there_is_shown_here(monkeypatch, tmp_path):

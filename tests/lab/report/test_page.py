@@ -112,13 +112,15 @@ def test_draws_everything_and_asks_for_nothing(browser, page, tmp_path, width, d
     keep(browser, tmp_path, f"page-{width}-{'dark' if dark else 'light'}")
 
 
-def test_figures_of_half_a_page_can_have_all_of_it(browser, page):
+def test_figures_stand_beside_their_answers_and_can_have_the_whole_page(browser, page):
     browser.open(page, width=1280)
-    first = "document.querySelector('.question:not(.wide) .enlarge')"
+    first = "document.querySelector('.question .enlarge')"
+    says = "document.querySelector('.question .says').getBoundingClientRect().right"
+    assert browser.run(f"{says} < {first}.closest('figure').getBoundingClientRect().left")
     drawn = f"{first}.closest('figure').querySelector('svg, img').getBoundingClientRect().width"
     small = browser.run(drawn)
     browser.click(first)
-    assert browser.run(drawn) > 1.8 * small
+    assert browser.run(drawn) > 1.5 * small > 900
     assert browser.run("document.documentElement.scrollWidth") <= 1280
     browser.click(first)
     assert browser.run(drawn) == pytest.approx(small)

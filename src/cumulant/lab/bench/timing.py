@@ -141,8 +141,8 @@ class Others:
             return ""
         return (
             f"Other programs kept {others:.1f} of {os.cpu_count() or 1} processors busy meanwhile. "
-            "They share caches and arithmetic units with what is measured, and slow most what "
-            "uses the processor best, so these ratios are not those of a quiet machine."
+            "They share caches and arithmetic units with what is measured, which costs the more "
+            "efficient code more, so these ratios are not those of a quiet machine."
         )
 
 

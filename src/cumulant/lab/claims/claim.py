@@ -48,9 +48,9 @@ OPEN: Verdict = "open"
 VERDICTS: tuple[Verdict, ...] = (HOLDS, CORRECTED, FAILS, OPEN)
 # What a verdict rests on, and so what could change it.
 EVIDENCE: dict[Evidence, str] = {
-    "identity": "mathematics: a computation can only find a bug",
-    "simulation": "runs of a model: other parameters could decide otherwise",
-    "empirical": "trained weights or real text: other models could decide otherwise",
+    "identity": "mathematics, where a computation can only find a bug",
+    "simulation": "runs of a model, where other parameters could decide otherwise",
+    "empirical": "trained weights or real text, where other models could decide otherwise",
 }
 
 
@@ -267,7 +267,10 @@ class Claim:
         slips: misprints and wrong names in the draft, which leave what it claims as it is.
         bounds: why the bounds are where they are, if not for rounding.
         systems: the names under which this claim is known elsewhere.
+        theory: the section of the theory that derives it; by default the one of its own id.
         tests: files with tests of the law itself, from the root of the repository.
+        file: where the experiment stands, if not in the module of ``measure``.
+        again: the command that makes the experiment again, if not `cumulant claims`.
         needs: packages beyond the core that the experiment imports.
         measure: takes a `Trial`, returns what it `Found`.
         draw: fills a figure with what was seen.
@@ -288,7 +291,10 @@ class Claim:
     slips: tuple[str, ...] = ()
     bounds: str = ""
     systems: tuple[str, ...] = ()
+    theory: str = ""
     tests: tuple[str, ...] = ()
+    file: str = ""
+    again: str = ""
     needs: tuple[str, ...] = ()
     measure: Callable[[Trial], Found] | None = None
     draw: Callable[[Any, Any], None] | None = None

@@ -166,7 +166,9 @@ class Entry:
             "source": about.source,
             "formula": about.formula,
             "systems": list(about.systems),
+            "theory": about.theory or (about.id if about.id.startswith("T") else ""),
             "tests": list(about.tests),
+            "again": about.again or f"cumulant claims --only {about.id}",
             "experiment": experiment_file(about),
             "numbers": numbers,
             "caption": None if self.picture is None else self.picture.caption,
@@ -178,6 +180,8 @@ class Entry:
 
 def experiment_file(claim: Claim) -> str:
     """Where the experiment stands, from the root of the repository; "" if it has none."""
+    if claim.file:
+        return claim.file
     module = getattr(claim.measure, "__module__", "")
     return f"src/{module.replace('.', '/')}.py" if module.startswith("cumulant.") else ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,7 +225,7 @@ def markdown(ledger: Mapping[str, Any]) -> str:
         f"Made by `cumulant claims{flags}`, version {ledger['version']}: {tally(rows)}.",
         "",
         "A verdict rests on one of three kinds of evidence: "
-        + "; ".join(f"*{name}*, {says}" for name, says in EVIDENCE.items())
+        + "; ".join(f"*{name}* is {says}" for name, says in EVIDENCE.items())
         + ".",
         "",
         "| | claim | verdict | evidence |",
@@ -269,11 +268,11 @@ def _section(row: Row) -> list[str]:
             lines += ["", f"*Bounds.* {row['bounds']}"]
     if row["caption"]:
         lines += ["", f"![{row['caption']}]({FIGURES}/{row['id']}.svg)", "", f"*{row['caption']}*"]
-    where = [f"Run it again: `cumulant claims --only {row['id']}`."]
+    where = [f"Run it again: `{row['again']}`."]
     if row.get("experiment"):
         where.append(f"Experiment: `{row['experiment']}`.")
-    if re.fullmatch(r"T\d+[ab]?", row["id"]):
-        where.append(f"Derivation: [theory.md](../theory.md#{row['id'].lower()}).")
+    if row["theory"]:
+        where.append(f"Derivation: [theory.md](../theory.md#{row['theory'].lower()}).")
     if row["tests"]:
         where.append(f"Law: {', '.join(f'`{path}`' for path in row['tests'])}.")
     return [*lines, "", " ".join(where)]

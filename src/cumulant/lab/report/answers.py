@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable
-from html import escape
+from html import escape, unescape
 from typing import NamedTuple
 
 from cumulant.lab.report.documents import document, read
@@ -22,9 +22,13 @@ _TYPES = {"png": "png", "jpg": "jpeg", "gif": "gif"}
 
 
 class Answer(NamedTuple):
-    """A question and what is known; all but the question is markup."""
+    """A question and what is known; all but question and verdict is markup.
+
+    ``verdict`` is the beginning of the answer, such as "No", if it stands out.
+    """
 
     question: str
+    verdict: str
     short: str
     figure: str
     caption: str
@@ -48,10 +52,13 @@ def answers(link: Callable[[str], str | None]) -> list[Answer]:
         )
         says = picture["says"] if picture is not None else ""
         figure = _figure(picture["path"], says) if picture is not None else ""
+        text = markdown(above, link)
+        verdict = _VERDICT.match(text)
         found.append(
             Answer(
                 question,
-                _VERDICT.sub(r"<p><strong>\1</strong>", markdown(above, link)),
+                unescape(verdict[1]).rstrip(".:;") if verdict is not None else "",
+                _VERDICT.sub(r"<p><strong>\1</strong>", text),
                 figure,
                 says,
                 markdown(below.strip(), link),

@@ -116,7 +116,7 @@ def shown(row: Mapping[str, Any], figure: str | None, links: Links) -> Shown:
         evidence=str(row.get("evidence", "")),
         statement=str(row["statement"]),
         source=str(row["source"]),
-        formula=mathml(str(row["formula"])) if row["formula"] else "",
+        formula=_formulas(str(row["formula"] or "")),
         correction=str(row["correction"] or ""),
         correction_title=correction_title(str(row["verdict"])),
         slips=[str(slip) for slip in row.get("slips", ())],
@@ -125,9 +125,9 @@ def shown(row: Mapping[str, Any], figure: str | None, links: Links) -> Shown:
         systems=", ".join(map(str, row["systems"])),
         tests=[file(path) for path in row["tests"]],
         experiment=file(row["experiment"]) if row.get("experiment") else None,
-        theory=file(f"docs/theory.md#{str(row['id']).lower()}") if _is_theory(row["id"]) else None,
+        theory=file(f"docs/theory.md#{row['theory'].lower()}") if row["theory"] else None,
         derivation=markdown(derivations().get(str(row["id"]), ""), links),
-        again=f"cumulant claims --only {row['id']}",
+        again=str(row["again"]),
         numbers=[worded(x) for x in row["numbers"]],
         figure=drawing(figure, str(row["id"]), caption) if figure else "",
         caption=caption,
@@ -138,9 +138,9 @@ def shown(row: Mapping[str, Any], figure: str | None, links: Links) -> Shown:
     )
 
 
-def _is_theory(name: object) -> bool:
-    """Whether a claim has a section of its own in the theory: T14 has, simclr has none."""
-    return re.fullmatch(r"T\d+[ab]?", str(name)) is not None
+def _formulas(tex: str) -> str:
+    """Formulas side by side, or below one another where a line is too short for them."""
+    return " ".join(mathml(part.strip()) for part in tex.split(r"\qquad") if part.strip())
 
 
 def worded(x: Mapping[str, Any]) -> Number:

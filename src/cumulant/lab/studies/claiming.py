@@ -13,6 +13,16 @@ from cumulant.lab.studies.recording import recorded
 from cumulant.lab.studies.results import Results
 from cumulant.lab.studies.tasks import objective_of
 
+# What the axis of the picture says of a quantity.
+_LABELS = {
+    "bits": "bits per character, test",
+    "growth": "norm after training over norm before",
+    "max_rate": "log10 of the largest stable learning rate",
+    "symmetry": "symmetry, whitened",
+    "exponent": "fitted exponent of the dimension",
+    "error_256": "relative error of the output, 256 features",
+}
+
 __all__ = ["StudyClaim", "study_claim", "study_claims"]
 
 
@@ -42,7 +52,8 @@ def study_claim(results: Results) -> StudyClaim:
 
     Its sentences are the table ``[claim]`` of the study's file: statement, source, formula and
     finding, which may name ``{bits[exp]}`` and the like, means over seeds; ``quantity`` is what the
-    picture shows, by default the objective. The verdict is the one that was recorded.
+    picture shows, by default the objective; ``theory`` is the section it belongs to. The verdict is
+    the one that was recorded.
     """
     study, says = results.study, results.study.claim
     lines, _ = judgments(study, results.runs)
@@ -62,7 +73,10 @@ def study_claim(results: Results) -> StudyClaim:
         "nearest to failing; the rules were fixed before the runs.",
         caption="Means over seeds and their 95 % intervals.",
         size=(6.0, 0.9 + 0.32 * len(study.variants)),
+        theory=says.get("theory", ""),
         tests=("tests/lab/studies/test_recorded.py",),
+        file=f"src/cumulant/lab/studies/files/{study.name}.toml",
+        again=f"cumulant study {study.name} -o {study.name}",
     )
 
     def measure(trial: Trial) -> Found:
@@ -84,6 +98,6 @@ def study_claim(results: Results) -> StudyClaim:
             axes.errorbar([x.mean], [k], xerr=[half], fmt="o", color=color, capsize=3, markersize=4)
         axes.set_yticks(range(len(rows)), list(rows), color=INK)
         axes.invert_yaxis()
-        axes.set(xlabel=shown.replace("_", " "))
+        axes.set(xlabel=_LABELS.get(shown, shown.replace("_", " ")))
 
     return StudyClaim(claim, measure, draw)

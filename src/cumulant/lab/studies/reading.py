@@ -33,7 +33,7 @@ _RULE: dict[str, _Kind] = {
 }
 _QUICK: dict[str, _Kind] = {"settings": dict, "seeds": list, "tuning": dict}
 _CLAIM: dict[str, _Kind] = dict.fromkeys(
-    ("statement", "source", "formula", "finding", "quantity"), str
+    ("statement", "theory", "source", "formula", "finding", "quantity"), str
 )
 _FORMS = ("statement", "correction", "control", "noted")
 

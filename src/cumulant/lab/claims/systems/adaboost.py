@@ -23,6 +23,7 @@ CLAIM = Claim(
     statement="AdaBoost's sum of exponentials is the normalizer e^G of the measure on its "
     "margins, its weights on examples are the tilted measure, and the dual problem is the least "
     "generalized KL to the uniform measure under which every weak learner is worthless.",
+    theory="T9",
     source="main draft, section 2.3; Collins, Schapire and Singer (2002)",
     formula=r"\prod_{t \le T} Z_t = \frac1m \sum_i e^{-y_i f_T(x_i)} = e^{G(\alpha)}, \qquad "
     r"\min_{\alpha} e^{G(\alpha)} = 1 - \min_{q \ge 0,\ M^\top q = 0} "

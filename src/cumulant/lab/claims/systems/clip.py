@@ -19,6 +19,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="CLIP's loss is the mean of two negative log-likelihoods: of the text under the "
     "texts tilted by its image, and of the image under the images tilted by its text.",
+    theory="T24",
     source="exponential family draft, after eq. (7); Radford et al. (2021), Figure 3",
     formula=r"\ell = \frac{1}{2N} \sum_i \left[ G_{\mathrm{texts}}(s a_i)"
     r" + G_{\mathrm{images}}(s b_i) - 2 s \langle a_i, b_i \rangle \right], \qquad"

@@ -19,6 +19,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="A layer iterated to its equilibrium has the output and the gradients of infinitely "
     "many layers, without their memory.",
+    theory="T16",
     source="main draft, §2.2, after Bai et al. (2019); exponential family draft, §3.1",
     formula=r"z = f(z, x; \theta), \qquad \frac{dL}{d\theta} = \frac{dL}{dz} "
     r"\left(I - \frac{\partial f}{\partial z}\right)^{-1} \frac{\partial f}{\partial \theta}",

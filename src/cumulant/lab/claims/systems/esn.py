@@ -18,10 +18,11 @@ CLAIM = Claim(
     evidence="identity",
     statement="The leaky integrator unit x ← (1 − a)x + a tanh(Wx + u) is an Euler step of "
     "x' = −x + tanh(Wx + u), the leak a its step size; where |W| < 1 the start is forgotten.",
+    theory="T42",
     source="main draft, §2.2, after Jaeger et al. (2007)",
     formula=r"x_{n+1} = (1 - a)\, x_n + a \tanh(W x_n + u), \qquad \dot x = -x + \tanh(W x + u)",
-    bounds="A fit to leaks at which errors are not yet quite proportional to the leak: a tenth "
-    "tells order 1 from 2.",
+    bounds="The order is fitted to leaks whose errors are not yet quite proportional to the leak; "
+    "a tenth still tells order 1 from 2.",
     recorded="holds",
     systems=("echo-state network", "leaky integrator"),
     tests=("tests/laws/test_neighbors.py",),

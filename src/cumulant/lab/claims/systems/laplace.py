@@ -25,6 +25,7 @@ CLAIM = Claim(
     statement="With x itself as the statistic, a measure h generates an exponential family whose "
     "log-normalizer is the log of its Laplace transform at −y. So G generates cumulants: its "
     "derivatives are those of the tilted law.",
+    theory="T1",
     source="exponential family draft, eq. (3) and (6)",
     formula=r"G(y) = \log \mathcal{L}\{h\}(-y) = \log \int e^{\langle y, x\rangle} h(x)\, dx, "
     r"\qquad G^{(k)}(y) = \kappa_k\left[p(\cdot \mid y)\right]",

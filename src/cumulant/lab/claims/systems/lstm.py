@@ -24,6 +24,7 @@ CLAIM = Claim(
     evidence="simulation",
     statement="A gate that scales the update of a recurrent state is a learned, input-dependent "
     "step size: it lets the network run its dynamics at the pace of the signal.",
+    theory="T16",
     source="main draft, §2.2, after Tallec and Ollivier (2018)",
     formula=r"h_{t+1} = h_t + g_t f(h_t) \approx x(c(t+1)), \qquad g_t = c(t+1) - c(t), "
     r"\quad \dot{x} = f(x)",

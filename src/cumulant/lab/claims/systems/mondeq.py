@@ -19,6 +19,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="With W = (1 − m)I − AᵀA + B − Bᵀ the layer z = relu(Wz + x) has exactly one fixed "
     "point, which forward–backward and Peaceman–Rachford splitting find from any start.",
+    theory="T42",
     source="main draft, §2.2, after Winston and Kolter (2020)",
     formula=r"W = (1 - m) I - A^\top A + B - B^\top, \qquad z = \operatorname{relu}(W z + x)",
     recorded="holds",

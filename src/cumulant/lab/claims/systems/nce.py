@@ -21,6 +21,7 @@ CLAIM = Claim(
     evidence="simulation",
     statement="Noise-contrastive estimation treats the log-normalizer as an extra parameter of a "
     "classifier between data and noise. If the scores are correct, the fit recovers G.",
+    theory="T24",
     source="main draft, section 1; Gutmann and Hyvärinen (2010)",
     formula=r"P(\mathrm{data} \mid x) = \frac{e^{\langle q, x\rangle - c}}"
     r"{e^{\langle q, x\rangle - c} + k\, p_{\mathrm{noise}}(x)}, \qquad c \to G(q)",

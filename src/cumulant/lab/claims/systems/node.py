@@ -19,6 +19,7 @@ CLAIM = Claim(
     evidence="identity",
     statement="The gradient of a loss at the end of an attention flow, by an adjoint equation run "
     "backwards in time, is the limit of backpropagation through residual layers.",
+    theory="T42",
     source="main draft, §2.2, after Chen et al. (2018)",
     formula=r"\dot a = -\left(\frac{\partial f}{\partial x}\right)^{\!\top} a, \qquad "
     r"a(T) = \nabla L, \qquad a(0) = \frac{dL}{dx_0}",

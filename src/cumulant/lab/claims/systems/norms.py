@@ -19,6 +19,7 @@ CLAIM = Claim(
     evidence="simulation",
     statement="Trained by dot products, contrastive vectors are pushed to infinity; on the sphere, "
     "by cosines, they are held.",
+    theory="T42",
     source="main draft, §2.1",
     formula=r"\ell = -\langle q, k^+ \rangle / \tau + G(q / \tau), \qquad \|q\| \to \infty "
     r"\ \text{or}\ \|q\| = 1",

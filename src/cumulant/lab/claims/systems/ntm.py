@@ -22,6 +22,7 @@ CLAIM = Claim(
     statement="Content addressing in Neural Turing Machines, a softmax of cosine similarities "
     "times a key strength β, is the family over memory rows tilted by the key. Sharpening moves "
     "its natural parameter outward: the entropy falls, at the rate of the score's variance.",
+    theory="T24",
     source="main draft, section 1; Graves et al. (2014), eqs. (5), (6) and (9)",
     formula=r"w_i = \frac{\exp\left(\beta \cos(k, m_i)\right)}{\sum_j \exp\left(\beta"
     r" \cos(k, m_j)\right)}, \qquad \frac{dH}{d\log\beta}"

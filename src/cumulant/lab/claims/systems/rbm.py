@@ -22,6 +22,7 @@ CLAIM = Claim(
     statement="A binary Hopfield network at temperature 1/β is a restricted Boltzmann machine with "
     "one Gaussian hidden unit for each pattern: its law is that of the visible units, and "
     "alternating the two layers samples it.",
+    theory="T42",
     source="proofs draft, §B, after Barra et al. (2012)",
     formula=r"\int e^{-\frac12 \|z\|^2 + \sqrt{\beta}\, \langle z, X s \rangle}\, dz \propto "
     r"e^{\frac{\beta}{2} \|X s\|^2}",

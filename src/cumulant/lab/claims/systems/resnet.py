@@ -25,11 +25,12 @@ CLAIM = Claim(
     evidence="identity",
     statement="A residual layer is a step of Euler's method: with more layers and smaller steps "
     "the network follows a differential equation.",
+    theory="T16",
     source="main draft, §2.2, after E (2017) and Lu et al. (2020)",
     formula=r"x_{l+1} = c\left(x_l + \frac{1}{L} f(x_l)\right), \qquad "
     r"\|x_L - x(1)\| = O(1/L), \quad \dot{x} = Dc(x) f(x)",
-    bounds="A fit to step sizes at which errors are not yet quite proportional to the step: 0.15 "
-    "tells order 1 from 2.",
+    bounds="The order is fitted to steps whose errors are not yet quite proportional to the step; "
+    "0.15 still tells order 1 from 2.",
     recorded="holds",
     systems=("residual network", "neural ordinary differential equation"),
     tests=("tests/laws/test_population.py",),

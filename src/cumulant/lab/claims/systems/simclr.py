@@ -22,6 +22,7 @@ CLAIM = Claim(
     statement="NT-Xent, with 2N views, each excluded from its own normalizer, is the negative "
     "log-likelihood of the tilted family on the sphere. It pulls views of one item together and "
     "spreads items evenly.",
+    theory="T24",
     source="main draft, section 1; exponential family draft, after eq. (7); Chen et al. (2020)",
     formula=r"\ell_{ij} = -\log \frac{\exp\left(\operatorname{sim}(z_i, z_j)/\tau\right)}"
     r"{\sum_{k \ne i} \exp\left(\operatorname{sim}(z_i, z_k)/\tau\right)}",

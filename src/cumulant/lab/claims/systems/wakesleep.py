@@ -22,6 +22,7 @@ CLAIM = Claim(
     correction="Its wake phase does. Its sleep phase descends KL(p‖q) on the machine's own dreams, "
     "not the bound's KL(q‖p) on data: another gradient, which vanishes with the bound's only where "
     "q is the posterior.",
+    theory="T42",
     source="main draft, §2.3, after Dayan et al. (1995) and Hinton et al. (1995)",
     formula=r"\nabla_\theta\, \mathrm{ELBO} = E_{q}\nabla_\theta \log p_\theta(x, h), \qquad "
     r"\nabla_\phi\, \mathrm{ELBO} = -\nabla_\phi \mathrm{KL}(q_\phi \| p_\theta) \ne "

@@ -22,6 +22,7 @@ CLAIM = Claim(
     statement="word2vec's softmax is the family over contexts tilted by a word, and its optimum is "
     "log P(c | w). Negative sampling drops G, and its optimum is the pointwise mutual information "
     "minus log k.",
+    theory="T24",
     source="main draft, section 1; Mikolov et al. (2013); Levy and Goldberg (2014)",
     formula=r"\langle w, c \rangle = \log \frac{P(c \mid w)}{P(c)} - \log k",
     bounds="Five standard errors do not come by chance.",

@@ -29,9 +29,9 @@ CLAIM = Claim(
     source="main draft, section 2.3",
     formula=r"G(\eta) \;\ge\; E_q \langle x, \eta\rangle - \operatorname{KL}(q \| h) \;=\; "
     r"G(\eta) - \operatorname{KL}(q \| p_\eta)",
-    bounds="The draft's wording, taken literally, was of the statement at first and made this a "
-    "correction. It is a slip of wording, listed as such, and its number is noted since: "
-    "a rule changed after its numbers.",
+    bounds="At first the draft's wording, taken literally, counted as part of the statement and "
+    "made this a correction. It is a slip of wording, now listed as one, and its number is only "
+    "noted: the rule was changed after its numbers were seen.",
     recorded="holds",
     systems=("variational free energy (ELBO)",),
     tests=("tests/laws/test_duality.py",),

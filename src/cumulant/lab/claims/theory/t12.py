@@ -29,9 +29,9 @@ CLAIM = Claim(
     source="message passing draft, eq. (1) to (3)",
     formula=r"p(j \mid i) = \exp\left(\text{scale}\,\langle q_i, k_j\rangle + b_{ij} - G_i\right), "
     r"\qquad q_i = H_i W_q,\ k_j = H_j W_k",
-    bounds="Eq. (2) as printed was of the statement at first and made this a correction. It is a "
-    "misprint, listed as a slip, and its number is noted since: a rule changed after its "
-    "numbers.",
+    bounds="At first eq. (2) as printed counted as part of the statement and made this a "
+    "correction. It is a misprint, now listed as a slip, and its number is only noted: the rule "
+    "was changed after its numbers were seen.",
     recorded="holds",
     tests=("tests/laws/test_attention_calculus.py", "tests/attention/test_attend.py"),
     rules=table("""

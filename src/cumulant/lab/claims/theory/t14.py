@@ -40,9 +40,10 @@ CLAIM = Claim(
         configurations_ratio: least ratio for two clouds that differ a little (singular value of
             the whole map)
     """),
-    bounds="The draft ignores weights and masks, so what happens with them is noted and decides "
-    "nothing; at first it was of the statement, failed it, and a correction said so. G is convex: "
-    "a ratio below 1 by more than rounding would refute.",
+    bounds="G is convex, so a ratio below 1 by more than rounding would refute the claim. The "
+    "draft ignores weights and masks, so what they do is noted and decides nothing. At first it "
+    "counted as part of the statement, which failed and had a correction: the rule was changed "
+    "after its numbers were seen.",
     finding="Points under one measure never move closer (least ratio {one_measure_ratio:.3f}; "
     "clouds of {fewest} to {most} points in 1 to 16 dimensions, β to 4, τ to 2.1). Outside the "
     "claim: a causal mask lets the ratio fall to {causal_ratio:.2f}, general weights to "

@@ -28,8 +28,8 @@ CLAIM = Claim(
     formula=r"x_{t+\tau} = x_t + \tau f(x_t) \to \dot{x} = f(x), \qquad "
     r"z = f(z; \theta) \Rightarrow \frac{dz}{d\theta} = "
     r"\left(I - \frac{\partial f}{\partial z}\right)^{-1} \frac{\partial f}{\partial \theta}",
-    bounds="A fit to step sizes at which errors are not yet quite proportional to the step: a "
-    "tenth tells order 1 from 2.",
+    bounds="The order is fitted to steps whose errors are not yet quite proportional to the step; "
+    "a tenth still tells order 1 from 2.",
     recorded="holds",
     systems=("shortcut connections as dynamics",),
     tests=(

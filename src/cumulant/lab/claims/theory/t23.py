@@ -227,9 +227,9 @@ def draw(figure: Any, seen: Any) -> None:
     left, right = figure.subplots(1, 2)
     depth = range(len(seen.lost))
     parts = {
-        "query_key": "W_q, W_k → identity",
+        "query_key": "$W_q$, $W_k$ → identity",
         "uniform": "uniform weights",
-        "value_output": "W_v, W_o → c · identity",
+        "value_output": "$W_v$, $W_o$ → c · identity",
         "heads": "mean weights in all heads",
     }
     for i, (name, label) in enumerate(parts.items()):
@@ -239,7 +239,7 @@ def draw(figure: Any, seen: Any) -> None:
     left.plot(depth, constant, "--", color=MUTED, label="one vector for all tokens")
     left.set(xlabel="layer", ylabel="relative change of the output", ylim=(0, 1.15))
     left.legend(loc="lower right")
-    kinds = (("W_v, W_o", "value_output"), ("W_q, W_k", "query_key"))
+    kinds = (("$W_v$, $W_o$", "value_output"), ("$W_q$, $W_k$", "query_key"))
     for i, (name, kind) in enumerate(kinds):
         values = [getattr(f, kind) for f in seen.figures]
         right.plot(depth, values, "o-", ms=4, color=series_color(i), label=name)

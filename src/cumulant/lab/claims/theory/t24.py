@@ -31,10 +31,10 @@ CLAIM = Claim(
     source="exponential family draft, eqs. (4) and (5); main draft, section 1",
     formula=r"\ell(q) = -\langle q, k^+\rangle/\tau + G(q/\tau), \qquad"
     r" \nabla_q \ell = \left(\operatorname{E}[k] - k^+\right)/\tau",
-    bounds="Five standard errors do not come by chance; three say that a bias is there. "
-    "Contrastive divergence instead of contrastive learning, a slip of wording, was of "
-    "the statement at first and made this a correction; its number is noted since: a rule "
-    "changed after its numbers.",
+    bounds="Five standard errors do not come by chance; three say that a bias is there. At first "
+    "contrastive divergence, which the draft writes for contrastive learning, counted as part of "
+    "the statement and made this a correction. It is a slip of wording, and its number is only "
+    "noted: the rule was changed after its numbers were seen.",
     recorded="holds",
     systems=("InfoNCE", "sampled softmax"),
     tests=("tests/contrastive/test_info_nce.py", "tests/contrastive/test_sampled.py"),

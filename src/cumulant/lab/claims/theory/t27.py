@@ -57,7 +57,7 @@ CLAIM = Claim(
     "with probability −{negative_mode:.2f}. As mixing probabilities, with the Perron vector or "
     "doubly stochastic weights, the filter is attention to rounding.",
     caption="Left: for uniform current modes, eq. (12) needs next modes of negative probability; "
-    "the Perron vector of A needs none. Right: with symmetric scores that vector is e to the G; "
+    "the Perron vector of A needs none. Right: with symmetric scores that vector is e^G; "
     "with general scores it is not.",
 )
 
