@@ -98,19 +98,19 @@ def quoted() -> dict[str, str]:
         "T39 depth": f"grow {depth()}-fold where they do not",
         "expansion": f"({bits('expansion', 'none')} bits per character against "
         f"{bits('expansion', 'pre-rms')})",
-        "T35": f"medians of {number('T35', 'symmetry'):.2f} to 0.68, where the link has 1",
+        "T35": f"the medians, {number('T35', 'symmetry'):.2f} to 0.68 where the link has 1",
         "link, bidirectional": f"are {link} more symmetric than mismatched pairs (95 % interval "
         f"{even[1:]}",
         "link, causal": f"a causal one {causal}",
         "T37a": f"keeps {number('T37a', 'one_head'):.0%} of its retrieval with one set of "
         f"attention weights for all heads, but only {number('T37a', 'query_key'):.0%} with the "
         "identity",
-        "frozen values": f"those of values and outputs {lost('vo-frozen'):.2f}",
+        "frozen values": f"freezing values and outputs {lost('vo-frozen'):.2f}",
         "identity": f"the identity for all weights costs {lost('all-identity'):.2f}",
         "capacity": f"(e^({mean('recall-capacity', 'exp', 'growth_rate'):.2f} d))",
-        "exp": f"the exponential needs {bits(exp, 'exp')} bits per character, its own Taylor "
-        f"polynomial of degree 4 {bits(exp, degree + '4')} (just outside the uncertainty), of "
-        f"degree 2 {bits(exp, degree + '2')}",
+        "exp": f"the exponential needs {bits(exp, 'exp')} bits per character, its Taylor "
+        f"polynomial of degree 4 needs {bits(exp, degree + '4')} (just outside the uncertainty), "
+        f"that of degree 2 needs {bits(exp, degree + '2')}",
         "averaging": f"plain averaging {bits(exp, 'uniform')}",
         "T40": f"leaves {min(laws):.0f} to {max(laws):.0f} % of what uniform attention misses",
         "T41a": f"a spectral radius of {number('T41a', 'radius'):.1f}",
