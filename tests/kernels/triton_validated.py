@@ -50,6 +50,23 @@ def test_the_doctor_runs_and_keeps_the_self_test():
     assert str(recording.folder()) in told["file"]
 
 
+def test_the_doctor_names_the_engine():
+    told = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    assert "engine triton   runs: in Triton's interpreter, slow: for tests" in told
+
+
+def test_the_doctor_says_how_many_kernels_it_compiles(monkeypatch):
+    launched = []
+    monkeypatch.setattr(answers, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    for case in validating.CASES:
+        for dtype in case.dtypes:
+            for ask in example(case, HERE, dtype, (4, 6)).values():
+                ask()
+    said = f"{len(launched)} kernels"
+    assert said in validating.self_test.__doc__
+    assert said in CliRunner().invoke(app, ["doctor", "--help"]).stdout
+
+
 @triton.jit
 def wrong_direction(z, b, a, i0, j0, slope):
     t = tl.zeros([z.tile.ROWS, z.tile.COLUMNS], tl.float32)

@@ -63,7 +63,8 @@ def doctor(
     """Show versions, engines and missing extras; check derivatives, or the kernels on this GPU.
 
     F is forward mode, R is reverse mode; RF is reverse over forward. Exits with 0 if everything is
-    right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input.
+    right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input. The self-test takes
+    seconds once Triton has compiled its 192 kernels, which the first run waits for.
 
     \b
     cumulant doctor                                          versions, engines, extras
@@ -131,7 +132,8 @@ def _installation(as_json: bool) -> None:
     for name, version in versions.items():
         typer.echo(f"{name:<12}{version}")
     for name, status in found.items():
-        state = f"runs, {status.instruction_set}: " if status.available else "missing: "
+        kind = "" if status.instruction_set is None else f", {status.instruction_set}"
+        state = f"runs{kind}: " if status.available else "missing: "
         typer.echo(f"engine {name}".ljust(16) + state + status.why)
     for extra, absent in sorted(extras.items()):
         state = "installed" if not absent else f"missing {', '.join(absent)}"
@@ -156,10 +158,11 @@ def _validate(as_json: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     with Shown("self-test") as progress:
         record = validating.self_test(device, progress=progress)
+    path = recording.keep(record)
     if gpu and record.passed:
         with Shown("timing tiles") as progress:
             record = replace(record, chosen=tuning.tune(device, progress=progress))
-    path = recording.keep(record)
+        recording.keep(record)
     failed = [c for c in record.checks if not c.passed]
     if as_json:
         told = {**asdict(record), "passed": record.passed, "file": str(path)}

@@ -272,9 +272,10 @@ template <class T> static void gradient(const Problem& z) {
   });
 }
 
-// The gradient of <a, gradient>. t = <a_q, k> + <q, a_k> + a_b and w = <g, v> centered, w <- w + gG, u = <g, a_v>:
-//   e = w t + u,   x = p (e - E[e]),   ds = p w
-//   q: x k + ds a_k    k: x' q + ds' a_q    bias: x    g: p (t v + a_v)    v: (p t)' g    gG: E[t] before centering
+// The gradient of <a, gradient>: t = <a_q, k> + <q, a_k> + a_b and w = <g, v> centered, w <- w + gG, u = <g, a_v>:
+//   e = w t + u,   x = p (e - E[e]),   y = p w
+//   q: x k + y a_k    k: x' q + y' a_q    bias: x    v: (p t)' g    g: (p t) v + p a_v    gG: E[t] before centering
+// `pair` of triton/sums.py has the same lines. The numbers of a tile have an s: `ts` are its t, `vs` its p t.
 template <class T> static void curvature(const Problem& z) {
   const bool moves = Direction<T>::moves(z), values = z.has(SEED_MEAN), lifts = values && z.has(ALONG_VALUE);
   const int most = lanes_for<T>(z, 3);
@@ -286,84 +287,93 @@ template <class T> static void curvature(const Problem& z) {
     const int W = b.W;
     const int64_t keys = b.to - b.from;
     const T *g = b.gather(SEED_MEAN, z.e, T(1)), *level = b.column(SEED_NORMALIZER);
-    T *p = b.lanes(keys), *t = b.lanes(keys), *w = b.lanes(keys), *u = b.lanes(KEYS), *x = b.lanes(KEYS), *q = b.lanes(KEYS);
-    T *tilt = b.zeros(1), *mid = b.zeros(1), *excess = b.zeros(1), *tilt_rest = b.lanes(1), *lift = b.lanes(1), *excess_rest = b.lanes(1), *to_mean = b.zeros(z.e), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
+    T *p_rows = b.lanes(keys), *t_rows = b.lanes(keys), *w_rows = b.lanes(keys);
+    T *us = b.lanes(KEYS), *vs = b.lanes(KEYS), *kept = b.lanes(KEYS);
+    T *tilt = b.zeros(1), *mid = b.zeros(1), *excess = b.zeros(1), *tilt_rest = b.lanes(1), *up = b.lanes(1), *excess_rest = b.lanes(1);
+    T *to_mean = b.zeros(z.e), *to_query = b.zeros(z.d), *bias_rows = b.zeros(1);
     T* scratch = b.arena.template take<T>(int64_t(KEYS) * padded<T>(std::max(z.d, z.e)));
-    auto at = [&](T* y, int64_t j) { return y + (j - b.from) * W; };
+    auto at = [&](T* rows, int64_t j) { return rows + (j - b.from) * W; };
     b.tiles([&](int64_t j, int c) {
-      scores.tile(at(p, j), j, c);
-      rows.see(at(p, j), c);
-      if (moves) direction.tile(at(t, j), j, c, nullptr);
-      else std::fill(at(t, j), at(t, j) + c * W, T(0));
+      T *ps = at(p_rows, j), *ts = at(t_rows, j), *ws = at(w_rows, j);
+      scores.tile(ps, j, c);
+      rows.see(ps, c);
+      if (moves) direction.tile(ts, j, c, nullptr);
+      else std::fill(ts, ts + c * W, T(0));
       if (values) {
-        multiply<T>(c, W, {b.by_key(VALUE, g, z.e, j)}, at(w, j), W, Into::FRESH);
-        dropout.apply(at(w, j), j, c);
-      } else std::fill(at(w, j), at(w, j) + c * W, T(0));
+        multiply<T>(c, W, {b.by_key(VALUE, g, z.e, j)}, ws, W, Into::FRESH);
+        dropout.apply(ws, j, c);
+      } else std::fill(ws, ws + c * W, T(0));
     });
     rows.seen();
     b.tiles([&](int64_t j, int c) {
       for (int l = 0; l < W; l += LANES<T>) {
         const Vec<T> peak = load(rows.peak + l);
         Vec<T> mass{}, first{}, second{};
-        T *a = at(p, j) + l, *d = at(t, j) + l, *e = at(w, j) + l;
-        for (int64_t k = 0; k < int64_t(c) * W; k += W) {
-          Vec<T> y = exponential<T>(below<T>(load(a + k), peak));
-          store(a + k, y);
-          mass += y, first += y * load(d + k), second += y * load(e + k);
+        T *ps = at(p_rows, j), *ts = at(t_rows, j), *ws = at(w_rows, j);
+        for (int64_t k = l; k < int64_t(c) * W; k += W) {
+          const Vec<T> p = exponential<T>(below<T>(load(ps + k), peak));
+          store(ps + k, p);
+          mass += p, first += p * load(ts + k), second += p * load(ws + k);
         }
         store(rows.mass + l, load(rows.mass + l) + mass);
         store(tilt + l, load(tilt + l) + first), store(mid + l, load(mid + l) + second);
       }
     });
     rows.weighed();
-    rows.center(p, t, tilt, tilt_rest), rows.center(p, w, mid, lift);
-    for (int l = 0; l < W; l++) lift[l] = level[l] - lift[l];
+    rows.center(p_rows, t_rows, tilt, tilt_rest), rows.center(p_rows, w_rows, mid, up);
+    for (int l = 0; l < W; l++) up[l] = level[l] - up[l];  // with -mid it is gG - E[w]
     // not the weights are normalized but what they are multiplied with
     const T* g_rows = z.has(TO_VALUE) && values ? b.rows(SEED_MEAN, z.e, T(1), rows.inverse) : nullptr;
     adder.in_turn(0, [&](int64_t j, int c) {
-      T *a = at(p, j), *d = at(t, j), *e = at(w, j);
+      T *ps = at(p_rows, j), *es = at(t_rows, j), *ys = at(w_rows, j), *ts = es, *ws = ys;  // e takes the place of t, y that of w
       if (lifts) {
-        multiply<T>(c, W, {b.by_key(ALONG_VALUE, g, z.e, j)}, u, W, Into::FRESH);
-        dropout.apply(u, j, c);
-      } else std::fill(u, u + c * W, T(0));
+        multiply<T>(c, W, {b.by_key(ALONG_VALUE, g, z.e, j)}, us, W, Into::FRESH);
+        dropout.apply(us, j, c);
+      } else std::fill(us, us + c * W, T(0));
       for (int l = 0; l < W; l += LANES<T>) {
-        const Vec<T> down = load(tilt + l), down_rest = load(tilt_rest + l), mean = load(mid + l), up = load(lift + l);
+        const Vec<T> tilt_l = load(tilt + l), tilt_off = load(tilt_rest + l), mid_l = load(mid + l), up_l = load(up + l);
         Vec<T> sum{};
         for (int64_t k = l; k < int64_t(c) * W; k += W) {
-          const Vec<T> y = load(a + k), dt = (load(d + k) - down) - down_rest, dw = (load(e + k) - mean) + up, more = dw * dt + load(u + k);
-          sum += y * more;
-          store(q + k, y), store(x + k, y * dt), store(d + k, more), store(e + k, y * dw);
+          const Vec<T> p = load(ps + k);
+          const Vec<T> t = (load(ts + k) - tilt_l) - tilt_off;
+          const Vec<T> w = (load(ws + k) - mid_l) + up_l;
+          const Vec<T> e = w * t + load(us + k);
+          sum += p * e;
+          store(es + k, e), store(ys + k, p * w), store(vs + k, p * t), store(kept + k, p);
         }
         store(excess + l, load(excess + l) + sum);
       }
-      dropout.apply(x, j, c), dropout.apply(q, j, c);
+      dropout.apply(vs, j, c), dropout.apply(kept, j, c);
       if (z.has(TO_MEAN)) {
         Term<T> terms[2];
         int count = 0;
-        if (moves) terms[count++] = b.over_keys(VALUE, x, j, c);
-        if (z.has(ALONG_VALUE)) terms[count++] = b.over_keys(ALONG_VALUE, q, j, c);
+        if (moves) terms[count++] = b.over_keys(VALUE, vs, j, c);
+        if (z.has(ALONG_VALUE)) terms[count++] = b.over_keys(ALONG_VALUE, kept, j, c);
         multiply<T, 2>(int(z.e), W, terms, to_mean, W, Into::ADD, nullptr, count);
       }
       adder.wait(0, j / KEYS);
-      if (g_rows && moves) adder.template add<1>(TO_VALUE, z.e, {b.over_lanes(x, g_rows, z.e)}, 1, j, c, scratch);
+      if (g_rows && moves) adder.template add<1>(TO_VALUE, z.e, {b.over_lanes(vs, g_rows, z.e)}, 1, j, c, scratch);
       adder.pass(0, j / KEYS);
     }, [] {});
-    rows.center(p, t, excess, excess_rest);
+    rows.center(p_rows, t_rows, excess, excess_rest);
     const T *q_rows = z.has(TO_KEY) ? b.rows(QUERY, z.d, T(z.scale), rows.inverse) : nullptr;
     const T *a_rows = z.has(TO_KEY) ? b.rows(ALONG_QUERY, z.d, T(z.scale), rows.inverse) : nullptr;
     adder.in_turn(1, [&](int64_t j, int c) {
-      T *a = at(p, j), *d = at(t, j), *e = at(w, j);
+      T *ps = at(p_rows, j), *xs = at(t_rows, j), *ys = at(w_rows, j), *es = xs;
       for (int l = 0; l < W; l += LANES<T>) {
-        const Vec<T> mean = load(excess + l), off = load(excess_rest + l);
-        for (int64_t k = l; k < int64_t(c) * W; k += W) store(d + k, load(a + k) * ((load(d + k) - mean) - off));
+        const Vec<T> excess_l = load(excess + l), excess_off = load(excess_rest + l);
+        for (int64_t k = l; k < int64_t(c) * W; k += W) {
+          const Vec<T> p = load(ps + k), e = load(es + k);
+          store(xs + k, p * ((e - excess_l) - excess_off));
+        }
       }
       adder.wait(1, j / KEYS);
-      if (z.has(TO_BIAS)) adder.add_bias(d, rows.inverse, j, c, bias_rows);
-      Term<T> terms[2] = {b.over_lanes(d, q_rows, z.d), b.over_lanes(e, a_rows, z.d)};
+      if (z.has(TO_BIAS)) adder.add_bias(xs, rows.inverse, j, c, bias_rows);
+      Term<T> terms[2] = {b.over_lanes(xs, q_rows, z.d), b.over_lanes(ys, a_rows, z.d)};
       if (q_rows) adder.template add<2>(TO_KEY, z.d, terms, 1 + (a_rows != nullptr), j, c, scratch);
       adder.pass(1, j / KEYS);
       if (z.has(TO_QUERY)) {
-        Term<T> back[2] = {b.over_keys(KEY, d, j, c), z.has(ALONG_KEY) ? b.over_keys(ALONG_KEY, e, j, c) : Term<T>{}};
+        Term<T> back[2] = {b.over_keys(KEY, xs, j, c), z.has(ALONG_KEY) ? b.over_keys(ALONG_KEY, ys, j, c) : Term<T>{}};
         multiply<T, 2>(int(z.d), W, back, to_query, W, Into::ADD, nullptr, 1 + z.has(ALONG_KEY));
       }
     }, [&] { if (z.has(TO_BIAS)) adder.finish_bias(bias_rows); });

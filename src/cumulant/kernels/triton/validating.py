@@ -225,7 +225,8 @@ def self_test(
 ) -> Record:
     """Ask everything of the kernels on `device` and compare; `keep` the result to be believed.
 
-    The default cases take well under a minute on a GPU; the interpreter gets two small ones.
+    The default cases launch 192 kernels, each compiled on a first run (0.6 s of CPU time for one on
+    average) and then kept by Triton; the interpreter gets two small cases.
     """
     interpreted = target_of(device) == "interpreter"
     cases = cases or (_INTERPRETED if interpreted else CASES)
