@@ -428,6 +428,31 @@ def test_slips_are_their_own_list_and_bounds_are_explained():
     assert "Correction" not in page
 
 
+def test_a_correction_that_fails_does_not_read_as_true():
+    both = [as_form(BAD, "statement").rule, as_form(BAD, "correction").rule]
+    rules = dict(zip(("one", "two"), both, strict=True))
+    values = {"failing": (BAD.value, BAD.value), "mending": (BAD.value, 0.0)}
+    rows = [
+        run(
+            fake(
+                name,
+                rules=rules,
+                correction="c.",
+                recorded=FAILS if name == "failing" else CORRECTED,
+                finding="found",
+                measure=lambda trial, x=x: Found(dict(zip(rules, x, strict=True))),
+            )
+        ).as_dict()
+        for name, x in values.items()
+    ]
+    failing, mending = (
+        markdown({"version": "1", "seed": 0, "quick": True, "claims": [row]}) for row in rows
+    )
+    assert "*Proposed correction, which fails too.* c." in failing
+    assert "*Correction.* c." in mending
+    assert "Proposed" not in mending
+
+
 def test_tally():
     rows = [{"verdict": v} for v in (HOLDS, HOLDS, CORRECTED, FAILS, OPEN, OPEN)]
     assert tally(rows) == (

@@ -39,13 +39,15 @@ CLAIM = Claim(
     r" \langle x_i, \xi\rangle - N\xi\right), \qquad"
     r" W_1^\top \varphi(W_1 \xi) = \nabla \sum_h \Phi\left((W_1 \xi)_h\right), \quad"
     r" \Phi' = \varphi",
-    bounds="A layer is a gradient where its Jacobian is symmetric: asymmetry |J − Jᵀ| / |J| is 0 "
-    "there, 1.4 for independent weights and 2 for an antisymmetric one; a tenth counts as "
-    "symmetric, a half does not. What it adds is the Hopfield update of its first weights if their "
-    "cosine is 1; half of that supports the claim, and 0 or less refutes it. The model nearest to "
-    "the claim decides. Only rounding separates tied layers from a gradient. The first rule judged "
-    "independent random matrices, which say nothing about trained ones; this one was written "
-    "before their Jacobians were measured.",
+    bounds="A layer is a gradient where its Jacobian is symmetric: asymmetry |J − Jᵀ| / |J| is "
+    "0 there, 1.4 for independent weights and 2 for an antisymmetric one; a tenth counts as "
+    "symmetric, a half does not. What it adds is the Hopfield update of its first weights if "
+    "their cosine is 1; half of that supports the claim, and 0 or less refutes it. The model "
+    "nearest to the claim decides. Only rounding separates tied layers from a gradient. The "
+    "classical network is known to break down at 0.14 patterns per unit (Amit et al. 1985): "
+    "twice that must leave it a fifth at most. The first rule judged independent random "
+    "matrices, which say nothing about trained ones; this one was written before their Jacobians "
+    "were measured.",
     recorded="holds with a correction",
     systems=("classical Hopfield network",),
     tests=("tests/laws/test_hopfield.py",),

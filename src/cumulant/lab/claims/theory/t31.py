@@ -40,15 +40,18 @@ CLAIM = Claim(
     formula=r"\log p(w) \approx \frac{\lVert v_w \rVert^2}{2d} - \log Z, \qquad "
     r"\log\frac{p(w, w')}{p(w)\,p(w')} \approx \frac{\langle v_w, v_{w'}\rangle}{d}",
     bounds="A law holds if it accounts for half of the variance, a correlation of 0.71; below "
-    "0.3, less than a tenth, it is refuted. The bar was moved after numbers were seen: it was 0.9, "
-    "for other fits, then 0.75, remembered as what Arora et al. report for |v|² and log p(w) of "
-    "their own vectors. That could not be verified, so nothing is judged by it; no number lies "
-    "between 0.71 and 0.75. By the "
-    "reading notes of others, the authors find the relation for their own vectors and a much "
-    "weaker one for word2vec and GloVe. Z counts as constant if it varies by 5% or less "
-    "over directions. "
-    "Skip-gram's norms depend on how long it is fitted: early on they grow with frequency, at the "
-    "optimum they do not; a quick run stops early.",
+    "0.3, less than a tenth, it is refuted. The bar was moved after numbers were seen: it was "
+    "0.9, for other fits, then 0.75, remembered as what Arora et al. report for |v|² and log "
+    "p(w) of their own vectors. That could not be verified, so nothing is judged by it; no "
+    "number lies between 0.71 and 0.75. By the reading notes of others, the authors find the "
+    "relation for their own vectors and a much weaker one for word2vec and GloVe. Z counts as "
+    "constant if it varies by 5% or less over directions. In a corpus of the walk itself the "
+    "laws hold up to terms of higher order that they leave out: correlations of 0.95, slopes to "
+    "0.15. A variance from eight sets of vectors is known to a few tenths. Each law is given the "
+    "vectors as they are or about their mean, whichever suits it; what one and the same set "
+    "gives for both is noted, and was not at first. Skip-gram's norms depend on how long it is "
+    "fitted: early on they grow with frequency, at the optimum they do not; a quick run stops "
+    "early.",
     recorded="does not hold in general",
     systems=("random walk of a context vector (Arora et al. 2016)",),
     tests=("tests/lens/test_partition.py",),
@@ -74,6 +77,8 @@ CLAIM = Claim(
         gaussian_partition ≤ 0.3: variance of Z over directions for Gaussian vectors, against the
             closed form, relative
       noted:
+        walk_both: the lesser of both correlations of one set of vectors fitted to the walk, as they
+            are or about their mean, whichever is better
         minilm_mutual: correlation of PMI with ⟨v, v′⟩, MiniLM's embeddings, which learned from
             another text
         far_partition: deviation of Z as above, scores of deviation 4
@@ -84,7 +89,8 @@ CLAIM = Claim(
     "by {minilm_frequency:.2f} with their |v|². On Austen's novels ({length:,} words, the {words} "
     "most frequent kept) skip-gram's vectors give {skipgram_frequency:.2f} for frequency and "
     "{skipgram_mutual:.2f} for mutual information, vectors fitted to the walk's own law "
-    "{walk_frequency:.2f} and {walk_mutual:.2f}.",
+    "{walk_frequency:.2f} and {walk_mutual:.2f}, each as they are or about their mean, whichever "
+    "suits the law; the lesser of both for one and the same set is {walk_both:.2f}.",
     caption="Left: Z of MiniLM's embeddings is nearly constant over directions while scores are "
     "small, and not when they are large. Right: the two laws of the walk, vectors as they are and "
     "about their mean. Dashed: left the bound on Z, 0.05; right the correlation at which a law "
@@ -235,6 +241,12 @@ def best(found: Fits, law: int) -> tuple[Tensor, float]:
     return each.mean(), standard_error(each)
 
 
+def together(found: Fits) -> tuple[Tensor, float]:
+    """The lesser correlation of one set of vectors, as they are or about their mean."""
+    each = found.amin(-1).amax(-1)
+    return each.mean(), standard_error(each)
+
+
 def embedded(
     trial: Trial, embeddings: Tensor, vocabulary: dict[str, int]
 ) -> tuple[dict[float, float], dict[bool, float]]:
@@ -272,6 +284,7 @@ def measure(trial: Trial) -> Found:
         "skipgram_mutual": best(skip, 1),
         "walk_frequency": best(walk, 0),
         "walk_mutual": best(walk, 1),
+        "walk_both": together(walk),
         "minilm_frequency": max(by_rank.values()),
         "minilm_mutual": max(mutual),
         "far_partition": spread[4.0],
@@ -308,4 +321,4 @@ def draw(figure: Any, seen: Any) -> None:
         right.plot(found, range(len(lines)), "os"[which], **look)
     right.set_yticks(range(len(lines)), [name for name, _ in lines])
     right.set(xlabel="correlation", xlim=(-1, 1.05))
-    right.legend(loc="lower left")
+    right.legend(loc="upper left")
