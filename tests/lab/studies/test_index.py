@@ -128,6 +128,7 @@ SAID = {
         "({bits[none]:.2f}; norms before each part {bits[pre-rms]:.2f} and {bits[pre-layer]:.2f}, "
         "layer norm after it {bits[post-layer]:.2f})",
         "{bits[pre-sphere]:.2f} before, and {bits[post-sphere]:.2f} after each part",
+        "where norms before each part have {gradient_query_key[pre-layer]:.2f}",
         "by e^{growth[pre-layer]:.1f}, without any by e^{growth[none]:.2f}",
     ],
     ("The link over training", "link-over-training"): [
