@@ -57,7 +57,7 @@ def test_a_file_is_read(write):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("flips = 0.2", "flip = 0.2", r"line 8: unknown key 'flip'; did you mean 'flips'"),
+        ("flips = 0.2", "flip = 0.2", r"line 8: unknown key 'flip'; did you mean 'flips'\?$"),
         ("seeds =", "seed =", r"line 5: unknown key 'seed'; did you mean 'seeds'"),
         ("flips = 0.2", 'flips = "few"', r"line 8: key 'flips' must be int or float, not str"),
         ("minutes = 1", "minutes = true", r"line 4: key 'minutes' must be int or float, not bool"),

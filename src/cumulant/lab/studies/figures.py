@@ -44,6 +44,10 @@ _LINK = (
     _Panel("step", "null", "symmetry of mismatched heads"),
     _Panel("step", "definiteness", "definiteness, whitened"),
 )
+_GRADIENTS = (
+    _Panel("step", "gradient_query_key", "gradient of W_q, W_k", log_y=True),
+    _Panel("step", "gradient_value_output", "gradient of W_v, W_o", log_y=True),
+)
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
@@ -52,6 +56,8 @@ def draw(results: Results, path: Path) -> Path:
     study = results.study
     panels = list(_PANELS[study.task])
     panels += list(_LINK) if study.settings.get("link") else []
+    if study.task == "language" and not study.settings["clip"]:  # what training does by itself
+        panels += list(_GRADIENTS)
     search = len(study.tuning.rates) > 2 and study.tuning.steps > 0
     last = study.task in ("language", "contrast") and not study.settings.get("link")
     count = len(panels) + search + last

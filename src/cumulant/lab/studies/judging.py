@@ -137,7 +137,9 @@ def judge(study: Study, found: Quantities, rule: Judged) -> Judgment:
         return Judgment(rule, x, _measured(rule.name, x.high, x, made), rival)
     bound = rule.by if rule.at_least is None else rule.at_least
     made = Rule(rule.says, rule.form, low=bound, refuted=bound - doubt)
-    return Judgment(rule, x, _measured(rule.name, x.low, x, made), rival)
+    tie = rival and x.low == x.high == bound  # as when all runs diverged: nobody is ahead
+    end = math.nextafter(bound, -math.inf) if tie else x.low
+    return Judgment(rule, x, _measured(rule.name, end, x, made), rival)
 
 
 def _measured(name: str, end: float, x: Interval, rule: Rule) -> Measured:

@@ -251,7 +251,8 @@ class _Reader:
             self._wrong(table, name, f"key {name!r} must be {wanted}, not {got}", item)
 
     def _wrong(self, table: str, name: str, why: str, item: int = 0) -> NoReturn:
-        raise InputError(f"{printable(self.path)}, line {self._line(table, name, item)}: {why}.")
+        said = why if why.endswith("?") else f"{why}."
+        raise InputError(f"{printable(self.path)}, line {self._line(table, name, item)}: {said}")
 
     def _line(self, table: str, name: str, item: int) -> int:
         """Where a key is: in its table, in the line of an inline table, or else that table's head.
