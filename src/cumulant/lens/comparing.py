@@ -55,9 +55,8 @@ def chance(first: Examination, second: Examination, *, seed: int = 0) -> Any:
     scale = np.where(deviation > 0, deviation, np.inf)
     size, sizes = np.abs(observed) / scale, np.abs(drawn) / scale
     columns = units[0].columns
-    largest = np.sort(sizes.max(1))
-    below: NDArray[Any] = np.searchsorted(largest, size)
-    p = (1 + len(largest) - below) / (1 + len(largest))
+    largest = sizes.max(1)
+    p = (1 + (largest[:, None] >= size).sum(0)) / (1 + len(largest))
     noise = np.quantile(np.abs(drawn), 0.95, axis=0)
     table = pandas().DataFrame({"noise": noise, "p": p}, index=columns)
     table.index.names = ["statistic", *_WHERE]

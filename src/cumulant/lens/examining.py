@@ -107,7 +107,7 @@ def examine(
                 "model, tokenizer, *_ = cm.lens.load(name)."
             )
         known = getattr(getattr(model, "config", None), "name_or_path", None)
-        label = str(name or known or type(model).__name__)
+        label = str(name or (known != "None" and known) or type(model).__name__)
         target = None if folder is None else make_folder(folder)
         if images is not None and texts != ():
             raise InputError("examine: give texts or images, not both.")
