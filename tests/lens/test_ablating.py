@@ -81,6 +81,48 @@ def test_removed_parts_are_zero_weights(name, part, change, request):
     assert not torch.allclose(run(model), truth)
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("part", ["attention", "uniform"])
+def test_removed_heads_are_zero_weights_of_these_heads(name, part, request):
+    """Heads 0 and 2 of four, of width 4: columns of the output or rows of the query projection."""
+    model = request.getfixturevalue(name)
+    own = [0, 1, 2, 3, 8, 9, 10, 11]
+
+    @torch.no_grad()
+    def change(block):
+        linears = {
+            ("bert", "attention"): lambda: block.attention.output.dense,
+            ("bert", "uniform"): lambda: block.attention.self.query,
+            ("llama", "attention"): lambda: block.self_attn.o_proj,
+            ("llama", "uniform"): lambda: block.self_attn.q_proj,
+        }
+        linear = linears[name, part]()
+        if part == "attention":
+            linear.weight[:, own] = 0
+            return
+        linear.weight[own] = 0
+        if linear.bias is not None:
+            linear.bias[own] = 0
+
+    truth = by_hand(model, 1, change)
+    before = run(model)
+    with cm.lens.ablate(model, part, layers=np.int64(1), heads=[np.int64(0), 2]):
+        torch.testing.assert_close(run(model), truth)
+    assert not torch.allclose(before, truth)
+    assert torch.equal(run(model), before)
+
+
+def test_heads_that_cannot_be_ablated(bert):
+    for part, heads, why in (
+        ("uniform", 4, "have heads 0 to 3, not 4"),
+        ("uniform", [-1], "a head must be an integer >= 0"),
+        ("uniform", [], "heads is empty"),
+        ("feed_forward", 1, "is of whole layers"),
+    ):
+        with pytest.raises(cm.InputError, match=why):
+            cm.lens.ablate(bert, part, layers=1, heads=heads)
+
+
 def test_identity_of_queries_and_keys_is_the_identity_matrix(bert):
     def change(temperature):
         def inner(block):

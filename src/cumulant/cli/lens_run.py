@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from cumulant.cli.text import as_text
 from cumulant.core.errors import GroupError, InputError
 from cumulant.core.files import make_folder, whole_file
 from cumulant.core.progress import Progress
+from cumulant.core.threads import one_thread, threads_that_help
 from cumulant.distributed.ranks import Ranks, launched
 from cumulant.lens.examination import Examination, compare
 from cumulant.lens.examining import examine
@@ -53,7 +55,14 @@ def run_lens(
     fresh = not os.path.exists(
         output
     )  # before the processes meet: later, another may have created it
-    with launched(PATIENCE) as ranks:
+    busy = _is_busy()
+    with launched(PATIENCE) as ranks, one_thread(busy):
+        if busy and not ranks.rank:
+            typer.echo(
+                "cumulant: the machine is busy, so one thread works; OMP_NUM_THREADS sets another "
+                "number",
+                err=True,
+            )
         try:
             _lens(
                 *(model, text, file, jsonl, field, image, output),
@@ -141,6 +150,12 @@ def _lens(
         console.print(f"[dim]It replaces an earlier examination in {as_text(folder)}.[/dim]")
     if differences is not None:
         _tell_difference(console, differences, against, folder)
+
+
+def _is_busy() -> bool:
+    """Whether other work makes one thread the fastest; not asked if the environment decides."""
+    given = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys()
+    return not given and torch.get_num_threads() > 1 and threads_that_help() == 1
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:

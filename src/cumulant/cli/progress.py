@@ -53,5 +53,6 @@ class Shown:
             self._bar.start()
             return
         of = "" if progress.total is None else f" of {progress.total:.4g}"
-        typer.echo(f"cumulant: {what} ({progress.done:.4g}{of})", err=True)
+        count = f" ({progress.done:.4g}{of})" if of or progress.done else ""
+        typer.echo(f"cumulant: {what}{count}", err=True)
         self._next = time.monotonic() + EVERY

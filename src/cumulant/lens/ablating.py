@@ -6,6 +6,7 @@ answered by something else. Parameters are never written to.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention.calls import AttentionCall
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Begun, Effect, Hook, Scope
 from cumulant.core.typed import named_modules, tolist
@@ -36,6 +38,7 @@ PARTS = {
     "feed_forward": "the feed-forward sublayer adds nothing to its residual",
 }
 FITTED = ("query_key", "value_output")
+WHOLE = ("value_output", "feed_forward")  # which have no heads
 TEMPERATURES = tuple(tolist(torch.logspace(-3, 1.5, 19)))  # times the head's own scale
 # The last matrix of a feed-forward layer, from its block on.
 _DOWN = (
@@ -49,6 +52,7 @@ def ablate(
     part: str,
     layers: Iterable[int] | int | None = None,
     *,
+    heads: Iterable[int] | int | None = None,
     fit: Mapping[str, Tensor] | None = None,
 ) -> Scope[None]:
     """Within this context, one part of some layers of a model is replaced.
@@ -62,18 +66,23 @@ def ablate(
         model: a Hugging Face model; its attention must go through the attention interface.
         part: one of `PARTS`.
         layers: numbers of attention layers in the order in which they run, from 0; all by default.
+        heads: numbers of the heads that change in these layers, as in the tables of the lens; all
+            by default. With "attention" such a head adds nothing. Not for "value_output" and
+            "feed_forward", which are of whole layers.
         fit: arguments of the model to fit temperature or gain on, by least squares of the
             sublayer's output in the intact model; needed for "query_key" and "value_output".
 
     Raises:
-        InputError: an unknown part or layer, no inputs to fit on, or a model whose projections
-            or feed-forward layers go by unknown names.
+        InputError: an unknown part, layer or head, no inputs to fit on, or a model whose
+            projections or feed-forward layers go by unknown names.
 
     >>> import torch, cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
     >>> inputs = tokenizer("To be, or not to be, that is the question", return_tensors="pt")
     >>> with torch.no_grad(), cm.lens.ablate(model, "uniform", layers=[0, 1]):
     ...     changed = model(**inputs).last_hidden_state
+    >>> with torch.no_grad(), cm.lens.ablate(model, "attention", layers=2, heads=5):
+    ...     without_one_head = model(**inputs).last_hidden_state
     """
     if part not in PARTS:
         raise InputError(f"ablate: there is no part {part!r}; the parts are {', '.join(PARTS)}.")
@@ -84,8 +93,9 @@ def ablate(
             'tokenizer(text, return_tensors="pt").'
         )
     places = _Places(model)
+    some = _heads(model, part, heads)
     fitted = _fitted(model, places, part, chosen, fit or {}) if part in FITTED else {}
-    return Scope(lambda: Begun(None, _effects(model, places, part, chosen, fitted)))
+    return Scope(lambda: Begun(None, _effects(model, places, part, chosen, fitted, some)))
 
 
 def _layers(model: nn.Module, layers: Iterable[int] | int | None) -> frozenset[int]:
@@ -95,13 +105,41 @@ def _layers(model: nn.Module, layers: Iterable[int] | int | None) -> frozenset[i
         count = sum(map(is_attention, model.modules()))
     if layers is None:
         return frozenset(range(count))
-    chosen = frozenset([layers] if isinstance(layers, int) else layers)
+    chosen = frozenset(whole("ablate", "a layer", n, -sys.maxsize) for n in _listed(layers))
     if wrong := sorted(chosen - set(range(count))):
         raise InputError(
             f"ablate: {type(model).__name__} has layers 0 to {count - 1}, not "
             f"{', '.join(map(str, wrong))}."
         )
     return chosen
+
+
+def _heads(model: nn.Module, part: str, heads: Iterable[int] | int | None) -> list[int] | None:
+    """The numbers of heads, checked."""
+    if heads is None:
+        return None
+    if part in WHOLE:
+        raise InputError(f"ablate: {part!r} is of whole layers; leave heads out.")
+    count = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    most = count if isinstance(count, int) else sys.maxsize
+    chosen = sorted({whole("ablate", "a head", h, 0) for h in _listed(heads)})
+    if not chosen:
+        raise InputError("ablate: heads is empty; leave it out to change all heads.")
+    if chosen[-1] >= most:
+        raise InputError(f"ablate: the layers have heads 0 to {most - 1}, not {chosen[-1]}.")
+    return chosen
+
+
+def _listed(numbers: Iterable[int] | int) -> Iterable[int]:
+    """One number, also of numpy, or several."""
+    return numbers if isinstance(numbers, Iterable) else [numbers]
+
+
+def _in_heads(call: AttentionCall, changed: Tensor | None, heads: list[int]) -> Tensor:
+    """The call's own output with some heads changed; to nothing, if there is no change."""
+    own = call.attend().mean.clone()
+    own[:, heads] = 0.0 if changed is None else changed[:, heads].to(own.dtype)
+    return own
 
 
 @dataclass(frozen=True)
@@ -146,20 +184,28 @@ class _Places:
 
 
 def _effects(
-    model: nn.Module, places: _Places, part: str, chosen: frozenset[int], fits: dict[int, _Fit]
+    model: nn.Module,
+    places: _Places,
+    part: str,
+    chosen: frozenset[int],
+    fits: dict[int, _Fit],
+    heads: list[int] | None,
 ) -> list[Effect]:
     """Everything that makes one part another."""
     places.needed(part)
     state: dict[str, Tensor] = {}
 
     def answer(layer: int, call: AttentionCall) -> Tensor | None:
-        return _answer(part, call, state, fits.get(layer)) if layer in chosen else None
+        if layer not in chosen:
+            return None
+        found = _answer(part, call, state, fits.get(layer))
+        return found if heads is None else _in_heads(call, found, heads)
 
     effects, now = edits(model, answer)
     if part in FITTED:
         effects += [Hook(m, partial(_keep, state), after=False) for m in places.attention.values()]
     ends: list[nn.Module] = []
-    if part in ("attention", "value_output"):
+    if part == "value_output" or (part == "attention" and heads is None):
         ends = places.output
     elif part == "feed_forward":
         ends = places.down

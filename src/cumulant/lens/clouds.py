@@ -119,6 +119,11 @@ class Cloud:
     def __bool__(self) -> bool:
         return bool(self._sample.columns)
 
+    @property
+    def size(self) -> int:
+        """How many numbers the sample holds."""
+        return self._sample.columns["state"].numel() if self else 0
+
     def shape(self) -> Shape:
         """The shape of what was taken in.
 

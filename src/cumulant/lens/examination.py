@@ -6,11 +6,13 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from cumulant.core.checks import whole
 from cumulant.core.describing import described
 from cumulant.core.errors import InputError
 from cumulant.core.files import destination, make_folder, write_file
@@ -134,6 +136,8 @@ class Examination:
             )
         from cumulant.lens.head_picture import attention_of
 
+        layer, head = _number("layer", layer), _number("head", head)
+        cells = whole("head", "cells", cells, 1)
         layers = int(self.facts.get("layers", 0))
         if not 0 <= layer < layers:
             raise InputError(f"head: layers are 0 to {layers - 1}, not {layer}.")
@@ -142,8 +146,6 @@ class Examination:
         if not isinstance(number, int) or not 0 <= number < len(names):
             listed = ", ".join(f"{k} ({name})" for k, name in enumerate(names))
             raise InputError(f"head: text {text!r} is not among those kept: {listed}.")
-        if cells < 1:
-            raise InputError(f"head: cells must be at least 1, not {cells}.")
         arguments, shown = self.rerun.arguments[number], self.shown[number]
         return attention_of(self.rerun.model(), arguments, shown, layer, head, cells)
 
@@ -277,6 +279,13 @@ class Examination:
         )
 
 
+def _number(name: str, value: Any) -> int:
+    """A layer or head by number; a row of a table gives it as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return whole("head", name, value, -sys.maxsize)
+
+
 def _wrong(about: Any) -> str:
     """What keeps the content of an examination.json from being that; nothing if it is."""
     if not isinstance(about, dict):
@@ -295,10 +304,10 @@ def compare(first: Examination, second: Examination) -> DataFrame:
     Where both have the same layers and heads, rows are (layer, head, statistic) with ``first``,
     ``second`` and ``difference``, the heads that changed most first. ``noise`` is the 95 % quantile
     of changes by chance, and ``p`` below 0.05 means that the change is more than chance, allowing
-    for the number of heads: texts, or eighths of a few texts, are shuffled between the two
-    examinations, or have random signs if both read the same texts. Both are null for statistics
-    that are not means over tokens. Otherwise rows are medians over the heads of each quarter of the
-    depth.
+    for the number of heads and statistics: texts, or eighths of a few texts, are shuffled between
+    the two examinations, or have random signs if both read the same texts. Both are null for
+    statistics that are not means over tokens. Otherwise rows are medians over the heads of each
+    quarter of the depth.
 
     Raises:
         InputError: an argument is not an `Examination`, or has no table of heads.

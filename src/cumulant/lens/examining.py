@@ -101,8 +101,13 @@ def examine(
             raise InputError(
                 "examine: a group needs a folder that all ranks can see: pass folder=."
             )
+        if not isinstance(cast(Any, model), nn.Module):
+            raise InputError(
+                f"examine takes a loaded model, not {type(model).__name__}: "
+                "model, tokenizer, *_ = cm.lens.load(name)."
+            )
         known = getattr(getattr(model, "config", None), "name_or_path", None)
-        label = str(name or known or type(model).__name__)
+        label = str(name or (known != "None" and known) or type(model).__name__)
         target = None if folder is None else make_folder(folder)
         if images is not None and texts != ():
             raise InputError("examine: give texts or images, not both.")

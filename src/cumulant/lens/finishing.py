@@ -6,6 +6,7 @@ import shutil
 import time
 from typing import Any
 
+from cumulant.core.threads import one_thread
 from cumulant.lens.examination import Examination
 from cumulant.lens.head_picture import Rerun
 from cumulant.lens.keeping import InFolder, Store
@@ -26,6 +27,9 @@ from cumulant.lens.summary import (
 )
 
 __all__ = ["finish"]
+
+# Width of the weights of a layer, up to which one thread is as fast as several.
+NARROW = 1024
 
 
 def finish(
@@ -105,13 +109,14 @@ def _heads(reading: Reading, recorder: Recorder) -> list[dict[str, Any]]:
     model, rows = reading.model, list[dict[str, Any]]()
     repeats = repeat_columns(model, reading.tokenizer, reading.limit)
     for key, layer in recorder.layers.items():
-        states = None if recorder.probe is None else recorder.probe.attended(layer.number)
-        parts = (
-            reading.sums.rows(layer),
-            repeats.get(key, [{}] * layer.heads),
-            weight_columns(model, layer, states),
-            link_columns(recorder, layer),
-        )
+        with one_thread(layer.heads * layer.size <= NARROW):
+            states = None if recorder.probe is None else recorder.probe.attended(layer.number)
+            parts = (
+                reading.sums.rows(layer),
+                repeats.get(key, [{}] * layer.heads),
+                weight_columns(model, layer, states),
+                link_columns(recorder, layer),
+            )
         rows += [
             {n: x for part in own for n, x in part.items()} for own in zip(*parts, strict=True)
         ]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.attention.calls import AttentionCall
+from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Scope
 from cumulant.core.typed import tolist
@@ -80,6 +81,7 @@ class HeadAttention:
             count: how many.
             apart: leave out the first key, where many heads park their weight, and a token's own.
         """
+        count = whole("strongest", "count", count, 0)
         found = self.weights.clone()
         if apart:
             found[:, 0] = 0

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cumulant.core.checks import whole
 from cumulant.core.errors import InputError
 from cumulant.core.interception import Afterwards, Begun, Effect, Hook, Scope
+from cumulant.core.threads import one_thread
 from cumulant.core.typed import named_modules
 from cumulant.lens.clouds import Cloud, Sample
 from cumulant.lens.hidden import (
@@ -42,6 +43,8 @@ __all__ = ["LayerProbe"]
 
 _Action = Callable[[nn.Module, list[Any], Any], None]
 
+# Numbers in hidden states that one thread measures as fast as several.
+SMALL = 2**20
 SUBLAYERS = ("attention", "cross_attention", "feed_forward", "norm", "block")
 _log = logging.getLogger(__name__)
 
@@ -103,6 +106,7 @@ class LayerProbe:
         self._names = {module: name for name, module in self._modules.items()}
         self._stack: list[Frame] = []
         self._records: dict[tuple[int, str], _Record] = {}
+        self._small = False  # whether the states at hand are
         self._attended: dict[int, Sample] = {}  # by layer: what its attention module was given
 
     def attached(self) -> Scope[Self]:
@@ -148,7 +152,7 @@ class LayerProbe:
     def _safely(self, act: Callable[[], None]) -> None:
         """Errors of the probe never reach the model's own run."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), one_thread(self._small):
                 act()
         except Exception as problem:
             for frame in self._stack:
@@ -207,6 +211,7 @@ class LayerProbe:
         self._stack.append(frame)
         hidden = next((x for x in given if isinstance(x, Tensor) and x.is_floating_point()), None)
         if hidden is not None and not hidden.is_nested and hidden.ndim in (2, 3) and hidden.numel():
+            self._small = hidden.numel() <= SMALL
             shared = (p for f in self._stack for p in f.points if p.is_now(hidden))
             frame.start = next(shared, None) or Point(hidden, hidden.detach().clone())
             frame.points.append(frame.start)
@@ -307,17 +312,18 @@ class LayerProbe:
         rows: list[dict[str, Any]] = []
         for record in self._sorted():
             columns = record.pairs.columns
-            rows.append(
-                {
-                    "layer": record.layer,
-                    "module": record.module,
-                    "attention_expansion": _median(columns, "attention"),
-                    "cross_attention_expansion": _median(columns, "cross_attention"),
-                    "feed_forward_expansion": _median(columns, "feed_forward"),
-                    "norm_contraction": _median(columns, "norm"),
-                    **record.states.shape()._asdict(),
-                }
-            )
+            with one_thread(record.states.size <= SMALL):
+                rows.append(
+                    {
+                        "layer": record.layer,
+                        "module": record.module,
+                        "attention_expansion": _median(columns, "attention"),
+                        "cross_attention_expansion": _median(columns, "cross_attention"),
+                        "feed_forward_expansion": _median(columns, "feed_forward"),
+                        "norm_contraction": _median(columns, "norm"),
+                        **record.states.shape()._asdict(),
+                    }
+                )
         return rows
 
     def inputs(self) -> list[dict[str, Any]]:

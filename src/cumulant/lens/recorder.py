@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cumulant.attention.calls import AttentionCall
 from cumulant.core.errors import InputError
+from cumulant.core.threads import one_thread
 from cumulant.lens.heads import Link, energy_change, link
 from cumulant.lens.layers import LayerProbe
 from cumulant.lens.patterns import Asked, asked, masses
@@ -25,6 +26,8 @@ __all__ = ["Layer", "Record", "Recorder", "Wanted", "top_of"]
 
 # A token counts as a sink where it is the top key of so many of a layer's queries.
 SINK_SHARE = 0.3
+# Pairs of a query and a key, over texts and heads, that one thread measures as fast as several.
+SMALL = 2**22
 # Queries of a text whose largest weights are kept; the report shows no more of longer ones.
 MOST_SHOWN = 1024
 
@@ -138,7 +141,8 @@ class Recorder:
                 "model itself inside observe."
             )
         module = self.stack.running[-1].module if module is None else module
-        with self._lock:
+        pairs = call.query.shape[:-1].numel() * call.key.shape[-2]
+        with self._lock, one_thread(pairs <= SMALL):
             self._take(module, call, frame)
 
     def _take(self, module: nn.Module, call: AttentionCall, frame: Frame) -> None:

@@ -160,7 +160,8 @@ def _columns(record: Record, name: str) -> dict[str, torch.Tensor]:
         elif column not in PATTERNS and not bool(values.isfinite().all()):
             raise InputError(
                 f"{column} of layer {record.layer} ({name}) is not finite: the model's queries or "
-                "keys hold NaN or infinity. Try float32 instead of half precision."
+                "keys hold NaN or infinity. Load a half-precision model in float32, or look for "
+                "NaN in the weights."
             )
         out[column] = values
     return out

@@ -82,6 +82,8 @@ def named(texts: str | Iterable[str] | Iterable[Text] | Mapping[str, str]) -> It
     """What `examine` was given, text by text; those without a name are numbered."""
     if isinstance(texts, str):
         texts = [texts]
+    elif not isinstance(texts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"examine: texts must be strings, not {type(texts).__name__}.")
     elif isinstance(texts, Mapping):
         pairs = cast(Mapping[str, str], texts).items()
         texts = [Text(str(name), content) for name, content in pairs]
