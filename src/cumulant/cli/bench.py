@@ -40,7 +40,8 @@ Rounds = Annotated[
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick", help="Only what is quick to measure, to check that it runs; targets are for full runs."
+        "--quick",
+        help="Only what is quick to measure, to check that it runs; targets are for full runs.",
     ),
 ]
 Threads = Annotated[
