@@ -34,9 +34,7 @@ def about(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-Rounds = Annotated[
-    int, typer.Option(help="Rounds for short measurements; long ones have fewer.")
-]
+Rounds = Annotated[int, typer.Option(help="Rounds for short measurements; long ones have fewer.")]
 Quick = Annotated[
     bool,
     typer.Option(
