@@ -111,6 +111,11 @@ def test_simulate_writes_data_and_pictures(tmp_path):
     trajectory = cm.dynamics.Trajectory.load(files[0])
     assert trajectory.states.shape == (21, 30, 3)
     assert trajectory.times[-1] == 5.0  # in double precision
+    # The last column counts clusters: chains of points with gaps up to 0.1.
+    near = torch.cdist(trajectory.final, trajectory.final) <= 0.1
+    linked = torch.linalg.matrix_power(near.double(), 30) > 0
+    last = [line for line in out.stdout.splitlines() if line.startswith("│")][-1]
+    assert int(last.split("│")[-2]) == len({tuple(row) for row in linked.int().tolist()})
     longer = tmp_path / "longer.npz"
     how = ("--time", "2", "--steps", "2", "--json", "-o", str(longer))
     again = run("simulate", str(files[0]), *how)

@@ -133,6 +133,20 @@ def test_pointing_at_a_head_tells_its_numbers(browser, page, data, tmp_path):
     assert browser.run("document.getElementById('tip').hidden")
 
 
+def test_on_a_phone_a_head_tells_the_statistic_on_display_and_little_more(browser, page, data):
+    browser.open(page, width=380, height=760)
+    browser.choose("map-statistic", "sink_mass")
+    browser.hover(f"{CELL}[{2 * 12 + 7}]")
+    shown = cells(browser, "#tip tr")
+    assert shown[0][0] == "Mass on the sink"
+    assert float(shown[0][1].rstrip("%")) / 100 == pytest.approx(
+        head(data, 2, 7)["sink_mass"], rel=5e-3
+    )
+    assert len(shown) == 9
+    assert shown[-1][0].endswith("more in a wider window")
+    assert browser.run("document.getElementById('tip').offsetHeight") < 200
+
+
 def test_arrows_move_in_the_map_and_enter_chooses(browser, page, data):
     browser.open(page)
     browser.run("document.getElementById('map-statistic').focus()")

@@ -129,7 +129,7 @@ def short_logarithms(figure: Any) -> None:
             continue
         low, high = sorted(axis.get_view_interval())
         steps = next((steps for reach, steps in _STEPS if high < reach * low), None)
-        if steps is None or low < 1e-3 or high > 1e5:
+        if steps is None or low < 1e-4 or high > 1e5:
             continue
         axis.set_major_locator(ticker.LogLocator(subs=steps))
         axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

@@ -92,8 +92,12 @@ const formula = (pieces) => pieces.map(([element, text]) => element ? html(eleme
 
 const tip = byId("tip");
 let tipped = null;
-function showTip(node, title, rows) {
-  tipped = { node, title, rows };
+// On a phone a long list would hide the chart that it belongs to.
+const MOST_ON_A_PHONE = 8;
+function showTip(node, title, all) {
+  tipped = { node, title, rows: all };
+  const rest = document.documentElement.clientWidth < 700 ? all.length - MOST_ON_A_PHONE : 0;
+  const rows = rest > 1 ? [...all.slice(0, MOST_ON_A_PHONE), [`${rest} more in a wider window`, ""]] : all;
   tip.replaceChildren(html("b", {}, title), html("table", { class: "detail" },
     ...rows.map(([name, value]) => html("tr", {}, html("td", {}, name), html("td", {}, value)))));
   tip.hidden = false;

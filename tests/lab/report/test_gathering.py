@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from html import unescape
 
 import pytest
 
@@ -55,6 +56,8 @@ def test_one_file_with_everything(few, monkeypatch, capsys, tmp_path):
     for part in ("T17", "Darwin", "turbulent", "all-MiniLM-L6-v2", "<math", "calculus"):
         assert part in text, part
     assert text.count("<svg") >= 2
+    first = gathering.front.FRONT[0]  # the words of the README
+    assert f"<td>{first.says}</td><td>{first.alternative}</td>" in unescape(text)
     assert few == [True]
     names = sorted(p.name for p in page.parent.iterdir())
     assert names == ["claims", "lens", "report.html"]

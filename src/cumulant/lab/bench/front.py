@@ -52,6 +52,10 @@ class Line(NamedTuple):
             row.unit,
         )
 
+    def shown(self) -> dict[str, str]:
+        """What the report says of the row: the words of the README."""
+        return {"quantity": self.says, "against": self.alternative.replace("`", "")}
+
 
 _ATTENTION, _MATH = "torch's fused attention", "torch's math backend"
 _FULL, _LENS = "cross-entropy on the full matrix", "eager with `output_attentions`"

@@ -257,7 +257,7 @@
     const wide = low > 0 && high > 20 * low, bend = wide ? Math.log : (v) => v;
     const up = (v) => height - foot - ((bend(v) - bend(low)) / (bend(high) - bend(low) || 1)) * (height - top - foot), across = (k) => left + (k / most) * (width - left - right);
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
-      svg("text", { x: left, y: 11 }, `mean distance between points${wide ? " (log scale)" : ""}`),
+      svg("text", { x: left, y: 11 }, `mean distance between points${wide ? " (log scale)" : history.length < 2 ? ": press Play" : ""}`),
       svg("text", { x: left - 6, y: up(high) + 4, "text-anchor": "end" }, format(Number(high.toPrecision(2)), "tick")),
       high > low ? svg("text", { x: left - 6, y: up(low) + 4, "text-anchor": "end" }, format(Number(low.toPrecision(2)), "tick")) : null,
       svg("line", { class: "grid", x1: left, x2: width - right, y1: up(low), y2: up(low) }),

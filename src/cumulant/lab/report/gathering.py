@@ -200,7 +200,7 @@ def _benchmarks(quick: bool, progress: ProgressCallback) -> Content:
         "busy": others.note(),
         "notes": notes,
         "rows": [
-            {**row.as_dict(), "bench": line.bench, "recorded": line.recorded}
+            row.as_dict() | line.shown() | {"bench": line.bench, "recorded": line.recorded}
             for line in front.FRONT
             for row in rows
             if line.of(row)

@@ -38,7 +38,7 @@ function drawDepth(box, width) {
 function headDots(column, { color = 0, clip = -Infinity } = {}) {
   const most = Math.max(...heads.map((h) => h.head));
   const rows = heads.filter((h) => typeof h[column] === "number");
-  const dots = rows.map((h) => ({ x: h.layer + (most ? h.head / most - 0.5 : 0) * 0.6, y: h[column], title: headTitle(h), rows: headRows(h) }));
+  const dots = rows.map((h) => ({ x: h.layer + (most ? h.head / most - 0.5 : 0) * 0.6, y: h[column], title: headTitle(h), rows: headRows(h, column) }));
   const middle = layerNumbers.map((layer) => {
     const values = rows.filter((h) => h.layer === layer).map((h) => h[column]).sort((a, b) => a - b);
     if (!values.length) return { x: layer, y: null };

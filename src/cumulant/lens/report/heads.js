@@ -20,7 +20,9 @@ const layerRoom = sides.size ? 94 : 50;
 const rowsName = (height) => svg("text", { x: 12, y: height / 2, transform: `rotate(-90 12 ${height / 2})`, "text-anchor": "middle" }, "layer");
 
 const headTitle = (h) => `${layerTitle(h.layer)}, head ${h.head}`;
-const headRows = (h) => data.statistics.heads
+// The statistic on display stands first.
+const headRows = (h, column) => [...data.statistics.heads]
+  .sort((a, b) => (b.column === column) - (a.column === column))
   .filter((s) => h[s.column] !== null && h[s.column] !== undefined)
   .map((s) => [s.label, format(h[s.column], s.kind)]);
 
@@ -66,7 +68,7 @@ function drawMap(box, width) {
       const next = layerNumbers[layerNumbers.indexOf(layer) + steps[key][0]];
       return place.get(`${next}/${head + steps[key][1]}`);
     },
-    describe: ({ head }) => [headTitle(head), headRows(head)],
+    describe: ({ head }) => [headTitle(head), headRows(head, statistic.column)],
     choose: ({ head }) => { choose(head.layer, head.head, "map"); press(); },
   });
   box.pressed = press;

@@ -41,8 +41,8 @@ CLAIM = Claim(
     finding="Gradients through residual layers approach the adjoint's with order {orders}; through "
     "32 layers they are off by {coarse_error:.1%}. The adjoint agrees with differences of the flow "
     "to {adjoint_gap:.0e}.",
-    caption="Error of the gradient through n residual layers against the adjoint's, at three "
-    "temperatures; the line has slope −1.",
+    caption="Error of the gradient through n residual layers against the adjoint's, for each "
+    "temperature: it halves as n doubles.",
 )
 
 END, LAYERS = 1.0, (32, 64, 128, 256)
