@@ -14,7 +14,6 @@ from rich.table import Table
 
 from cumulant.cli.progress import Shown
 from cumulant.core.errors import InputError
-from cumulant.core.progress import Progress
 
 if TYPE_CHECKING:
     from cumulant.lab.claims.record import Keeper
@@ -31,7 +30,7 @@ def claims(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Small experiments; all claims take two or three minutes."),
+        typer.Option("--quick", help="Small experiments; all claims take about a minute."),
     ] = False,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed; on one machine a seed repeats every number.")
@@ -44,6 +43,10 @@ def claims(
         bool,
         typer.Option("--update", help="Renew these claims in the ledger in -o; keep the others."),
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Claims at once, each on one thread. Default: the processors."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
     """Test every claim of the paper and its drafts.
@@ -53,10 +56,10 @@ def claims(
     fails and the corrected one passes), does not hold in general, or is open.
 
     \b
-    cumulant claims --quick              all of them, in two or three minutes
+    cumulant claims --quick              all of them, small: about a minute
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
-    cumulant claims -o ledger/           with figures and a page; about 20 minutes
+    cumulant claims -o ledger/           with figures and a page; about 15 minutes
     cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
@@ -81,9 +84,7 @@ def claims(
             typer.echo(f"cumulant: resuming after {count(keep.done)} in {output}", err=True)
         try:
             with Shown("claims") as progress:
-                for i, claim in enumerate(chosen):
-                    progress(Progress(i, len(chosen), f"{claim.id}: {claim.title}"))
-                    row = keep.run(claim)
+                for row in keep.run_all(processes, progress):
                     if not as_json:
                         _tell(progress.console, shown, row, numbers=bool(names))
         except KeyboardInterrupt:

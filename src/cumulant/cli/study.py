@@ -132,8 +132,8 @@ def _command() -> str:
 
 
 def _list(as_json: bool) -> None:
-    from cumulant.lab.studies.conducting import duration
     from cumulant.lab.studies.reading import known, read
+    from cumulant.lab.workers import duration
 
     found = [read(path) for path in known().values()]
     if as_json:

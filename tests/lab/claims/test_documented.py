@@ -98,7 +98,7 @@ def quoted() -> dict[str, str]:
         "T39 depth": f"grow {depth()}-fold where they do not",
         "expansion": f"({bits('expansion', 'none')} bits per character against "
         f"{bits('expansion', 'pre-rms')})",
-        "T35": f"the medians, {number('T35', 'symmetry'):.2f} to 0.68 where the link has 1",
+        "T35": f"median symmetry is {number('T35', 'symmetry'):.2f} to 0.68, where the link has 1",
         "link, bidirectional": f"are {link} more symmetric than mismatched pairs (95 % interval "
         f"{even[1:]}",
         "link, causal": f"a causal one {causal}",
@@ -112,8 +112,12 @@ def quoted() -> dict[str, str]:
         f"polynomial of degree 4 needs {bits(exp, degree + '4')} (just outside the uncertainty), "
         f"that of degree 2 needs {bits(exp, degree + '2')}",
         "averaging": f"plain averaging {bits(exp, 'uniform')}",
-        "T40": f"leaves {min(laws):.0f} to {max(laws):.0f} % of what uniform attention misses",
+        "T40": f"leaves {min(laws):.0f} to {max(laws):.0f} % of the error of uniform attention",
+        "T40 mixture": f"in only {number('T40', 'mixture_heads'):.0%} of SmolLM2's heads",
         "T41a": f"a spectral radius of {number('T41a', 'radius'):.1f}",
+        "T41a end": f"by {number('T41a', 'at_end'):.0%} at pass 200",
+        "T41b": f"At {number('T41b', 'averages'):.0%} of the fixed points no key holds even half",
+        "T38": f"contexts keep {number('T38', 'slow_spread'):.0%} of their true spread",
     }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cumulant.lab.claims import (
     Measured,
     Trial,
     claims,
+    costs,
     ledger,
     record,
     run,
@@ -274,6 +276,61 @@ def test_a_ledger_in_a_folder_goes_on_after_an_interruption(tmp_path):
     assert not (tmp_path / PARTIAL).exists()
     assert "<svg" in (tmp_path / "figures" / "c.svg").read_text()
     assert Keeper(chosen, **settings).rows == {}  # finished: the next run begins anew
+
+
+def test_several_processes_find_what_one_does(tmp_path, monkeypatch):
+    """The same numbers, findings and pictures; the most expensive claim begins."""
+    monkeypatch.setattr(record, "WORTH", 0.0)
+    chosen = select(["T4", "T7", "T28", "T20"])
+    settings = {"seed": 3, "quick": True, "version": "1"}
+    plain = Keeper(chosen, folder=tmp_path / "one", **settings)
+    for claim in chosen:
+        plain.run(claim)
+    told = []
+    several = Keeper(chosen, folder=tmp_path / "two", **settings)
+    rows = list(several.run_all(2, told.append))
+    assert sorted(row["id"] for row in rows) == sorted(claim.id for claim in chosen)
+    ledgers = [keeper.finish()["claims"] for keeper in (plain, several)]
+    assert [row["id"] for row in ledgers[1]] == ["T4", "T7", "T20", "T28"]
+    same = [[{**row, "seconds": 0, "cpu_seconds": 0} for row in found] for found in ledgers]
+    assert same[0] == same[1]
+    for drawn in (tmp_path / "one" / "figures").iterdir():
+        assert drawn.read_bytes() == (tmp_path / "two" / "figures" / drawn.name).read_bytes()
+    assert (told[-1].done, told[-1].total) == (4, 4)
+    assert all("left" in x.what for x in told)
+
+
+def test_claims_that_take_little_take_no_processes(monkeypatch):
+    monkeypatch.setattr(record, "Workers", None)
+    keeper = Keeper([fake("a"), fake("b")], seed=0, quick=True, folder=None, version="1")
+    assert [row["id"] for row in keeper.run_all()] == ["a", "b"]
+    assert [row["id"] for row in keeper.run_all()] == ["a", "b"]  # kept
+
+
+def test_the_time_left_is_told_by_what_claims_have_taken(monkeypatch):
+    monkeypatch.setattr(costs, "SECONDS", {"a": (100.0, 1.0), "b": (60.0, 1.0)})
+    left = costs.by_cost([fake("c"), fake("b"), fake("a")], False)
+    assert [x.id for x in left] == ["a", "b", "c"]
+    pace = costs.Pace(3, left, False, 2, lambda _: None)
+    assert pace.seconds() == 100.0  # the longest, though 161 seconds are shared by two
+    pace.ends({"id": "a", "seconds": 50.0})
+    assert pace.seconds() == pytest.approx(30.0)  # twice as fast as expected
+    pace.running["b"] = time.monotonic() - 120.0
+    assert pace.seconds() == pytest.approx(2.0, abs=0.1)  # b took twice as long: c, too
+    pace.running["b"] = time.monotonic() - 15.0
+    assert pace.seconds() == pytest.approx(15.0, abs=0.1)
+    pace.ends({"id": "b", "seconds": 30.0})
+    pace.ends({"id": "c", "seconds": 1.0})
+    assert pace.seconds() == 0.0
+
+
+def test_expensive_claims_are_known_to_be():
+    assert costs.SECONDS.keys() <= claims().keys()
+    path = Path(__file__).parents[3] / "docs" / "claims" / "claims.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["claims"]
+    assert {
+        row["id"] for row in rows if row.get("cpu_seconds", row["seconds"]) > 10
+    } <= costs.SECONDS.keys()
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"quick": False}, {"version": "2"}])

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cumulant.lab.studies.conducting import duration
 from cumulant.lab.studies.judging import interval, judgments, quantities
 from cumulant.lab.studies.language import _encoded
 from cumulant.lab.studies.recording import recorded
+from cumulant.lab.workers import duration
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -126,6 +126,7 @@ class Entry:
     finding: str = ""
     picture: Picture | None = None
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     crash: str | None = None
     not_run: str | None = None
 
@@ -173,6 +174,7 @@ class Entry:
             "numbers": numbers,
             "caption": None if self.picture is None else self.picture.caption,
             "seconds": round(self.seconds, 3),
+            "cpu_seconds": round(self.cpu_seconds, 3),
             "crash": self.crash,
             "not_run": self.not_run,
         }
@@ -256,7 +258,7 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
         how = dict.fromkeys(f"pip install {_install(name)}" for name in missing)
         return replace(entry, not_run=f"needs {', '.join(missing)}: {'; '.join(how)}")
     own = zlib.crc32(f"{seed} {claim.id}".encode())
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     with random.fork_rng(), _own_settings():
         functions.manual_seed(own)
         try:
@@ -264,7 +266,11 @@ def run(claim: Claim, *, seed: int = 0, quick: bool = False) -> Entry:
             crash = None
         except Exception as error:  # whatever it is, the other claims have their say
             result, crash = None, f"{type(error).__name__}: {error}".split("\n")[0]
-    entry = replace(entry, seconds=time.perf_counter() - started, crash=crash)
+    spent = {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - before,
+    }
+    entry = replace(entry, crash=crash, **spent)
     if result is None:
         return entry
     numbers = tuple(result.numbers)

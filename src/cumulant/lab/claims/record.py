@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from cumulant.core.errors import InputError
 from cumulant.core.files import make_folder, write_file
 from cumulant.core.journal import Journal
 from cumulant.core.lock import locked
+from cumulant.core.progress import ProgressCallback
 from cumulant.figures import as_svg, need_matplotlib
 from cumulant.lab.claims.claim import (
     CORRECTED,
@@ -23,11 +24,16 @@ from cumulant.lab.claims.claim import (
     Claim,
     correction_title,
 )
+from cumulant.lab.claims.costs import Pace, by_cost, cost
 from cumulant.lab.claims.ledger import Entry, run, sources
 from cumulant.lab.claims.ledger import claims as known
+from cumulant.lab.workers import Workers, cores, report
 
 __all__ = ["LEDGER", "Keeper", "bound", "keeper", "markdown", "measured", "outcome", "tally"]
 
+# Processes at once: the longest claims take an eighth of the time of all. Seconds of experiments
+# that are worth starting processes for, each of which imports torch.
+MOST, WORTH = 8, 10.0
 LEDGER, PAGE, PARTIAL, FIGURES = "claims.json", "ledger.md", "claims.journal", "figures"
 
 Row = dict[str, Any]
@@ -59,7 +65,7 @@ def keeper(
 
 
 class Keeper:
-    """Runs claims one after another and, in a folder, keeps each when it is finished.
+    """Runs claims, several at a time, and in a folder keeps each when it is finished.
 
     An interrupted run leaves its finished claims in claims.journal. A run with the same settings
     resumes there; other settings, or another state of the library, start over. An earlier
@@ -113,13 +119,41 @@ class Keeper:
         """The claim's row: of an interrupted run if it is there, otherwise by experiment."""
         if claim.id not in self.rows:
             entry = run(claim, seed=self.about["seed"], quick=self.about["quick"])
-            row = entry.as_dict()
-            if self.folder is not None:
-                self._draw(entry, row)
-            self.rows[claim.id] = row
-            if self._journal is not None:
-                self._journal.append(row)
+            self._keep(*_made(entry, self.pictures))
         return self.rows[claim.id]
+
+    def run_all(
+        self, processes: int | None = None, progress: ProgressCallback = lambda _: None
+    ) -> Iterator[Row]:
+        """All rows: those that are there, then the others as they are finished.
+
+        The most expensive claims begin, in processes of their own, unless all of them together take
+        less than starting processes does. The numbers are those of `run`.
+
+        Args:
+            processes: at once; default: one for each processor, at most eight.
+            progress: told of the claims that run and the expected time left.
+        """
+        yield from (self.rows[claim.id] for claim in self.claims if claim.id in self.rows)
+        quick: bool = self.about["quick"]
+        left = by_cost([x for x in self.claims if x.id not in self.rows], quick)
+        most = min(processes or min(cores(), MOST), len(left))
+        if sum(cost(x.id, quick) for x in left) < WORTH:
+            most = min(most, 1)
+        pace = Pace(len(self.claims), left, quick, max(most, 1), progress)
+        if most < 2:
+            for claim in left:
+                pace.begins(claim.id)
+                row = self.run(claim)
+                pace.ends(row)
+                yield row
+            return
+        given = [(claim.id, self.about["seed"], quick, self.pictures) for claim in left]
+        with Workers(most) as workers:
+            for row, picture in workers.each(_apart, given, told=pace.begins, waiting=pace.tell):
+                self._keep(row, picture)
+                pace.ends(row)
+                yield row
 
     def finish(self) -> Row:
         """The whole ledger, written where there is a folder."""
@@ -138,28 +172,42 @@ class Keeper:
             self._journal.rewrite(row for name, row in self.rows.items() if name not in asked)
         return ledger
 
-    def _draw(self, entry: Entry, row: Row) -> None:
-        """The picture, if there is one; a claim without loses that of an earlier run."""
-        assert self.folder is not None
-        path = self.folder / FIGURES / f"{entry.claim.id}.svg"
-        if entry.picture is None or not self.pictures:
-            row["caption"] = None
-            path.unlink(missing_ok=True)
-            return
-        try:
-            content = as_svg(entry.picture.draw, entry.picture.size, entry.claim.id)
-        except Exception as error:  # a picture that fails is a crash of the experiment
-            row["crash"] = f"picture: {type(error).__name__}: {error}".split("\n")[0]
-            row |= {"caption": None, "departs": True, "verdict": OPEN}
-            path.unlink(missing_ok=True)
-            return
-        write_file(path, content)
+    def _keep(self, row: Row, picture: str | None) -> None:
+        """The row and its picture; a claim without one loses that of an earlier run."""
+        if self.folder is not None:
+            path = self.folder / FIGURES / f"{row['id']}.svg"
+            if picture is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_file(path, picture)
+        self.rows[row["id"]] = row
+        if self._journal is not None:
+            self._journal.append(row)
 
     def _sound(self, name: str, row: Row) -> bool:
         """Whether an earlier row serves: what crashed, or lacked something, is tried again."""
         assert self.folder is not None
         drawn = row["caption"] is None or (self.folder / FIGURES / f"{name}.svg").is_file()
         return drawn and row["crash"] is None and row["not_run"] is None
+
+
+def _apart(given: tuple[str, int, bool, bool]) -> tuple[Row, str | None]:
+    """In a worker: a claim by its id."""
+    name, seed, quick, pictures = given
+    report(name)
+    return _made(run(known()[name], seed=seed, quick=quick), pictures)
+
+
+def _made(entry: Entry, pictures: bool) -> tuple[Row, str | None]:
+    """What is written down about a run, and its picture as SVG if there is one."""
+    row = entry.as_dict()
+    if entry.picture is None or not pictures:
+        return row | {"caption": None}, None
+    try:
+        return row, as_svg(entry.picture.draw, entry.picture.size, entry.claim.id)
+    except Exception as error:  # a picture that fails is a crash of the experiment
+        row["crash"] = f"picture: {type(error).__name__}: {error}".split("\n")[0]
+        return row | {"caption": None, "departs": True, "verdict": OPEN}, None
 
 
 def _earlier(folder: Path, about: Row) -> dict[str, Row]:

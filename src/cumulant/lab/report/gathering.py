@@ -119,9 +119,10 @@ def _ledger(
     """Every claim; the pictures are in files."""
     chosen = select()
     with keeper(chosen, seed=seed, quick=quick, folder=folder, version=version) as keep:
-        for i, claim in enumerate(chosen):
-            progress(Progress(i, len(chosen), f"claim {claim.id}: {claim.title}"))
-            keep.run(claim)
+        for _ in keep.run_all(
+            progress=lambda now: progress(replace(now, what=f"claims: {now.what}"))
+        ):
+            pass
         return keep.finish()
 
 

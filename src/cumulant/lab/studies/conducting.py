@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
-import signal
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,8 +16,12 @@ from cumulant.lab.studies.judging import best
 from cumulant.lab.studies.running import Run, Stopped, finished, run
 from cumulant.lab.studies.study import Job, Study
 from cumulant.lab.studies.tasks import start
+from cumulant.lab.workers import Workers, duration, report, stopping
 
 __all__ = ["Estimate", "conduct", "estimate"]
+
+# Seconds that a run may take to end a step and save its state.
+_GRACE = 10.0
 
 
 class Estimate:
@@ -34,16 +32,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return duration(self.seconds)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(40), duration(400), duration(9000)
-    ('40 s', '7 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def estimate(study: Study, processes: int) -> Estimate:
@@ -113,7 +101,8 @@ def conduct(
                 "steps, seeds or variants."
             )
     total = sum(_steps(job) for job in _all(study))
-    with _Crew(processes, folder, total, progress) as crew:
+    with Workers(processes, grace=_GRACE) if processes > 1 else nullcontext() as workers:
+        crew = _Crew(workers, folder, total, progress)
         runs = crew.make(study.tuning_jobs())
         chosen = best(study, runs)
         finals = [job for v in study.variants for job in study.final_jobs(v, *chosen[v])]
@@ -121,29 +110,13 @@ def conduct(
 
 
 class _Crew:
-    """Processes that make runs, or this one if one is enough; counts steps."""
+    """Makes runs, in workers or in this process; counts steps."""
 
     def __init__(
-        self, processes: int, folder: Path, total: int, progress: ProgressCallback | None
+        self, workers: Workers | None, folder: Path, total: int, progress: ProgressCallback | None
     ) -> None:
-        self.folder, self.total, self.progress = folder, total, progress
-        self.processes, self.done, self.made = processes, 0, 0
-        self.begun = time.monotonic()
-        self._pool: ProcessPoolExecutor | None = None
-        self._told: Any = None
-
-    def __enter__(self) -> _Crew:
-        if self.processes > 1:
-            context = multiprocessing.get_context("spawn")
-            self._told = context.Queue()
-            self._pool = ProcessPoolExecutor(
-                self.processes, context, _begin, (self._told, os.getpid())
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self.workers, self.folder, self.total, self.progress = workers, folder, total, progress
+        self.done, self.made, self.begun = 0, 0, time.monotonic()
 
     def make(self, jobs: Iterable[Job]) -> list[Run]:
         """Runs in the order of the jobs."""
@@ -154,7 +127,9 @@ class _Crew:
                 found[job.id] = made
                 self.done += _steps(job)
         left = [job for job in wanted if job.id not in found]
-        for made in self._alone(left) if self._pool is None else self._together(self._pool, left):
+        for made in (
+            self._alone(left) if self.workers is None else self._together(self.workers, left)
+        ):
             found[made.id] = made
         return [found[job.id] for job in wanted]
 
@@ -162,20 +137,9 @@ class _Crew:
         for job in jobs:
             yield run(job, self.folder, counted=lambda n, job=job: self._tell(n, job.id))
 
-    def _together(self, pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> Iterable[Run]:
-        pending: set[Future[Run]] = {pool.submit(_work, job, self.folder) for job in jobs}
-        while pending:
-            finished_now, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            self._drain()
-            for future in finished_now:
-                yield future.result()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                self._tell(*self._told.get_nowait())
-            except queue.Empty:
-                return
+    def _together(self, workers: Workers, jobs: Sequence[Job]) -> Iterable[Run]:
+        given = [(job, self.folder) for job in jobs]
+        return workers.each(_work, given, told=lambda told: self._tell(*told))
 
     def _tell(self, steps: int, name: str) -> None:
         self.done, self.made = self.done + steps, self.made + steps
@@ -187,44 +151,20 @@ class _Crew:
             self.progress(Progress(self.done, self.total, f"{left}{name}"))
 
 
-_queue: Any = None
-_stopping = threading.Event()
-
-
-def _begin(told: Any, parent: int) -> None:
-    """In a new process: one thread, saves on Ctrl-C, ends when its parent does."""
-    global _queue
-    _queue = told
-    torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)  # journals survive that
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _stop(number: int, frame: Any) -> None:
-    _stopping.set()
-
-
-def _work(job: Job, folder: Path) -> Run:
-    """A run in this process; a few reports a second."""
-    count, last = 0, time.monotonic()
+def _work(given: tuple[Job, Path]) -> Run:
+    """A run in a worker; a few reports a second."""
+    (job, folder), count, last = given, 0, time.monotonic()
 
     def tell(steps: int) -> None:
         nonlocal count, last
         count += steps
         if time.monotonic() - last > 0.3:
-            _queue.put((count, job.id))
+            report((count, job.id))
             count, last = 0, time.monotonic()
 
     try:
-        return run(job, folder, counted=tell, stop=_stopping.is_set)
+        return run(job, folder, counted=tell, stop=stopping)
     except Stopped:
         raise KeyboardInterrupt from None
     finally:
-        _queue.put((count, job.id))
+        report((count, job.id))
