@@ -30,7 +30,7 @@ def claims(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Small experiments; all claims take about a minute."),
+        typer.Option("--quick", help="Small experiments; all claims take less than a minute."),
     ] = False,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed; on one machine a seed repeats every number.")
@@ -56,10 +56,10 @@ def claims(
     fails and the corrected one passes), does not hold in general, or is open.
 
     \b
-    cumulant claims --quick              all of them, small: about a minute
+    cumulant claims --quick              all of them, in less than a minute
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
-    cumulant claims -o ledger/           with figures and a page; about 15 minutes
+    cumulant claims -o ledger/           with figures and a page; about five minutes
     cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 

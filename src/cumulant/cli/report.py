@@ -27,7 +27,7 @@ def report(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Small experiments and the shortest benchmarks; about four minutes."
+            "--quick", help="Small experiments and the shortest benchmarks; less than four minutes."
         ),
     ] = False,
     seed: Annotated[
@@ -41,7 +41,7 @@ def report(
     benchmark ratios of this machine, and two interactive panels.
 
     \b
-    cumulant report                      about half an hour; cumulant-report/report.html
+    cumulant report                      less than half an hour; cumulant-report/report.html
     cumulant report --quick -o look/
 
     To resume an interrupted run, repeat the command.

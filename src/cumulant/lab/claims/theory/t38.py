@@ -67,7 +67,7 @@ CLAIM = Claim(
         slow_free_energy: F + log Z for each context, mean over models with κ at least 4 d
         slow_context: distance of contexts, mean over the same
         slow_spread: 1 − |m|² of mean field over the exact one, mean over the same: below 1 it is
-            too sure
+            overconfident
         second_order_share: second-order term over F + log Z, median over weak models
         word_error: largest change of an unseen word's probabilities (total variation)
         constant_normalizer: what the walk's own P(w|c) = e^⟨v,c⟩ / Z(c) changes in log Z beyond a
@@ -78,7 +78,7 @@ CLAIM = Claim(
     finding="The mean-field equations are attention over the vocabulary and the sphere's "
     "normalization, to {equations_gap:.0e}. Their free energy lies above −log Z by up to "
     "{free_energy_gap:.2f} nats for each context and their contexts are off by up to "
-    "{context_error:.2f}; in weak models ({weak_share:.0%} of them) by up to "
+    "{context_error:.2f}; in the weak ones ({weak_count} of {models} models) by up to "
     "{weak_free_energy:.2f} and {weak_context:.2f}. In slow walks the gap is "
     "{slow_free_energy:.2f} nats, contexts are off by {slow_context:.2f}, and mean field leaves "
     "them {slow_spread:.2f} of their true spread. In 12 dimensions (κ = 4 d, particles) the gap is "
@@ -302,7 +302,8 @@ def measure(trial: Trial) -> Found:
         / (PLACES * len(seen)),
         "wide_error": sum(away(f.context, c) for f, _, c in seen) / len(seen),
     }
-    return Found(numbers, rows=rows, ratios=ratios, dimensions=tuple(points))
+    counts = {"weak_count": len(weak), "models": len(every)}
+    return Found(numbers, rows=rows, ratios=ratios, dimensions=tuple(points), **counts)
 
 
 def draw(figure: Any, seen: Any) -> None:
