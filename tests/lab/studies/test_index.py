@@ -199,6 +199,14 @@ def test_numbers_of_the_index_are_those_of_the_records(title):
     assert re.findall(r"−?\d+\.\d+", text) == ELSEWHERE[title]
 
 
+def test_the_ledger_tells_of_the_longer_search():
+    said = recorded()["which-weights"].study.claim["finding"]
+    assert (
+        "trained {bits[trained]:.2f}, v,o frozen {bits[vo-frozen]:.2f}, q,k frozen "
+        "{bits[qk-frozen]:.2f}, all identity {bits[all-identity]:.2f}."
+    ).format(**known("which-weights-tuned")) in said
+
+
 def test_two_versions_differ_by_as_much_as_the_index_says():
     """Two studies have runs of the same settings and seeds, made with different code."""
 

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cumulant.core.errors import InputError
-from cumulant.core.files import make_folder
+from cumulant.core.files import make_folder, printable
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.lab.studies.judging import best
 from cumulant.lab.studies.running import Run, Stopped, finished, run
@@ -59,6 +60,11 @@ def estimate(study: Study, processes: int) -> Estimate:
             for n in range(1, min(3, work.steps)):
                 work.step(n)
             cost[variant] = (time.process_time() - begun) / max(1, min(3, work.steps) - 1)
+    except InputError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        why = printable(str(error).split("\n")[0])
+        raise InputError(f"{study.name} cannot make a step: {why}") from None
     finally:
         torch.set_num_threads(threads)
     jobs = _all(study)
@@ -131,18 +137,21 @@ class _Crew:
         self.begun = time.monotonic()
         self._pool: ProcessPoolExecutor | None = None
         self._told: Any = None
+        self._halt: Any = None
 
     def __enter__(self) -> _Crew:
         if self.processes > 1:
             context = multiprocessing.get_context("spawn")
-            self._told = context.Queue()
+            self._told, self._halt = context.Queue(), context.RawValue("b", 0)
             self._pool = ProcessPoolExecutor(
-                self.processes, context, _begin, (self._told, os.getpid())
+                self.processes, context, _begin, (self._told, self._halt, os.getpid())
             )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._pool is not None:
+            if kind is not None:  # a signal may have reached this process alone
+                self._halt.value = 1
             self._pool.shutdown(cancel_futures=True)
 
     def make(self, jobs: Iterable[Job]) -> list[Run]:
@@ -168,7 +177,13 @@ class _Crew:
             finished_now, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             self._drain()
             for future in finished_now:
-                yield future.result()
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    raise InputError(
+                        "a process of the study died, perhaps for lack of memory: repeat the same "
+                        "command to resume, with fewer --processes."
+                    ) from None
 
     def _drain(self) -> None:
         while True:
@@ -188,13 +203,14 @@ class _Crew:
 
 
 _queue: Any = None
+_halt: Any = None
 _stopping = threading.Event()
 
 
-def _begin(told: Any, parent: int) -> None:
+def _begin(told: Any, halt: Any, parent: int) -> None:
     """In a new process: one thread, saves on Ctrl-C, ends when its parent does."""
-    global _queue
-    _queue = told
+    global _queue, _halt
+    _queue, _halt = told, halt
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -223,7 +239,7 @@ def _work(job: Job, folder: Path) -> Run:
             count, last = 0, time.monotonic()
 
     try:
-        return run(job, folder, counted=tell, stop=_stopping.is_set)
+        return run(job, folder, counted=tell, stop=lambda: _stopping.is_set() or bool(_halt.value))
     except Stopped:
         raise KeyboardInterrupt from None
     finally:
