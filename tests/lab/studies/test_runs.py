@@ -159,6 +159,14 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     assert not (tmp_path / "results.json").exists()
 
 
+def test_a_missing_package_is_told_before_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    done = cumulant("study", "recall-capacity", "--quick", "-o", tmp_path)
+    assert done.returncode == 2
+    assert "Parquet files need pyarrow; install it with" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_more_seeds_continue_a_finished_folder(tmp_path, study):
     before = conduct(study, tmp_path)
     after = conduct(replace(study, seeds=(0, 1, 2)), tmp_path)

@@ -16,10 +16,10 @@ from cumulant.lab.studies.judging import judgments, table
 from cumulant.lab.studies.running import Run
 from cumulant.lab.studies.study import Job, Study
 from cumulant.lab.studies.tasks import objective_of
-from cumulant.lens.files import write_table
+from cumulant.lens.files import parquet, write_table
 from cumulant.lens.tables import pandas
 
-__all__ = ["Results", "load", "markdown", "save", "with_curves"]
+__all__ = ["Results", "can_save", "load", "markdown", "save", "with_curves"]
 
 # Numbers that every run has but no table needs: they say what other columns say.
 _LEFT_OUT = ("validation", "accuracy", "points", "capacity")
@@ -52,6 +52,16 @@ class Results:
             "table": table(self.study, self.runs),
             "runs": [run.as_dict(curve=False) for run in self.runs],
         }
+
+
+def can_save() -> None:
+    """Check that `save` will find its packages, before the hours of a study.
+
+    Raises:
+        InputError: one is missing.
+    """
+    pandas()
+    parquet()
 
 
 def save(results: Results, folder: Path) -> list[Path]:
