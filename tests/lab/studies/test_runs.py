@@ -363,13 +363,14 @@ def test_quick_studies_run(name, tmp_path):
     assert "it shows the machinery and decides nothing" in markdown(results)
 
 
-def test_the_command_runs_a_study(tmp_path):
+@pytest.mark.parametrize("name", ["random-features", "recall-capacity"])
+def test_the_command_runs_a_study(name, tmp_path):
     arguments = ["--quick", "--processes", 1, "--json", "-o", tmp_path / "out"]
-    done = cumulant("study", "random-features", *arguments)
+    done = cumulant("study", name, *arguments)
     assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    content = json.loads(done.stdout, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert content["quick"] is True
-    assert len(content["table"]) == len(read("random-features").variants)
+    assert len(content["table"]) == len(read(name).variants)
     assert (tmp_path / "out/results.md").is_file()
 
 
