@@ -54,7 +54,7 @@ def test_readme_and_report_compare_at_the_same_shapes():
         *("lens", "monitoring", "ledger", "derivatives", "training-with-jvps", "coming-from-sdpa"),
         *("coming-from-metric-learning", "coming-from-hflayers", "coming-from-filterpy"),
         "coming-from-output-attentions",
-        *("scaling", "distributed", "recipes", "linear-cross-entropy", "notebooks"),
+        *("scaling", "distributed", "recipes", "linear-cross-entropy", "notebooks", "studies"),
     ],
 )
 def test_guides_run_in_order(page, capsys):

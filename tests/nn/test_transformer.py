@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -14,35 +15,47 @@ from cumulant.kernels.weighted import associative_sums, weighted_sums
 from cumulant.nn.similarity import NAMES, similarity
 
 
-def of_torch(model: cm.nn.Transformer, first: bool) -> nn.Module:
-    """torch's own encoder with the same weights."""
-    width, layers = model.embedding.embedding_dim, []
+def pairs(layer: nn.TransformerEncoderLayer, block: nn.Module):
+    """torch's parameters of a layer, each with ours; ours of its packed maps in one row."""
+    attention, ff = block.parts
+    yield layer.self_attn.in_proj_weight, [attention.query, attention.key, attention.value]
+    yield layer.self_attn.out_proj.weight, [attention.output]
+    mine = [ff[0], ff[2], *block.contractions]
+    for theirs, ours in zip(
+        (layer.linear1, layer.linear2, layer.norm1, layer.norm2), mine, strict=True
+    ):
+        yield theirs.weight, [ours]
+        yield theirs.bias, [ours.bias]
+
+
+def stacked(ours: list) -> list[torch.Tensor]:
+    return [x if isinstance(x, torch.Tensor) else x.weight for x in ours]
+
+
+def of_torch(model: cm.nn.Transformer, first: bool) -> nn.ModuleList:
+    """torch's own encoder layers with the same weights."""
+    width, layers = model.embedding.embedding_dim, nn.ModuleList()
     for block in model.blocks:
-        attention, ff = block.parts
         layer = nn.TransformerEncoderLayer(
-            width, attention.heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=first
+            width, block.parts[0].heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=first
         )
-        mine = layer.self_attn
-        with torch.no_grad():
-            maps = (attention.query, attention.key, attention.value)
-            mine.in_proj_weight.copy_(torch.cat([x.weight for x in maps]))
-            mine.out_proj.weight.copy_(attention.output.weight)
-            mine.in_proj_bias.zero_(), mine.out_proj.bias.zero_()
-        layer.linear1.load_state_dict(ff[0].state_dict())
-        layer.linear2.load_state_dict(ff[2].state_dict())
-        layer.norm1.load_state_dict(block.contractions[0].state_dict())
-        layer.norm2.load_state_dict(block.contractions[1].state_dict())
+        layer.self_attn.in_proj_bias.data.zero_(), layer.self_attn.out_proj.bias.data.zero_()
+        for theirs, ours in pairs(layer, block):
+            theirs.data.copy_(torch.cat(stacked(ours)))
         layers.append(layer)
-    return nn.ModuleList(layers)
+    return layers
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_equals_torchs_modules(place, causal, checkpoint):
+    """Values, and the gradient of every parameter relative to its norm, to 1e-5."""
     model = cm.nn.Transformer(
         29, width=32, context=40, place=place, causal=causal, checkpoint=checkpoint
     )
+    for norm in (x for block in model.blocks for x in block.contractions):
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
     theirs = of_torch(model, place == "before")
     tokens = torch.randint(29, (3, 37))
     mask = nn.Transformer.generate_square_subsequent_mask(37) if causal else None
@@ -51,18 +64,21 @@ def test_equals_torchs_modules(place, causal, checkpoint):
     x = F.embedding(tokens, model.embedding.weight) + model.position[:37]
     for layer in theirs:
         x = layer(x, src_mask=mask, is_causal=causal)
-    plain = model.readout(model.contraction(x))
+    last = model.contraction.bias if place == "before" else None  # a norm ends the stack
+    x = x if last is None else F.layer_norm(x, (32,), model.contraction.weight, last)
+    plain = F.linear(x, model.readout.weight)
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
     cotangent = torch.randn_like(plain) / plain.numel() ** 0.5
     shared = [model.embedding.weight, model.position, model.readout.weight]
-    inner = [model.blocks[0].parts[0].query.weight, model.blocks[0].parts[0].value.weight]
-    mine = torch.autograd.grad((ours * cotangent).sum(), [*shared, *inner])
-    packed = theirs[0].self_attn.in_proj_weight
-    *rest, stacked = torch.autograd.grad((plain * cotangent).sum(), [*shared, packed])
-    query, _, value = stacked.chunk(3)
-    for a, b in zip(mine, [*rest, query, value], strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    matched = [y for x in zip(theirs, model.blocks, strict=True) for y in pairs(*x)]
+    inner = [stacked(ours) for _, ours in matched]
+    mine = torch.autograd.grad((ours * cotangent).sum(), [*shared, *(y for x in inner for y in x)])
+    wanted = torch.autograd.grad((plain * cotangent).sum(), [*shared, *(x for x, _ in matched)])
+    rows = iter(mine)
+    joined = [torch.cat([next(rows) for _ in x]) for x in [*([y] for y in shared), *inner]]
+    for a, b in zip(joined, wanted, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 WEIGHTS = {
@@ -136,6 +152,47 @@ def test_sums_of_chunks_and_strips():
     torch.testing.assert_close(associative_sums(a, b, v, is_causal=True), expected)
     streamed = weighted_sums(a, b, v, lambda s: s, is_causal=True)
     torch.testing.assert_close(streamed, expected)
+
+
+@pytest.mark.parametrize("kernel", [*NAMES, "taylor4"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_causal_tokens_do_not_see_later_ones(kernel, bad, small_tiles):
+    """Not a bit, even if later tokens are no numbers; those who see such a token are told."""
+    layer = cm.nn.Attention(8, 2, kernel=kernel)
+    x = torch.randn(2, 150, 8)
+    for at in (70, 127):
+        later, garbage = x.clone(), x.clone()
+        later[:, at:] = 1e4 * torch.randn(2, 150 - at, 8)
+        garbage[0, at] = bad
+        assert torch.equal(layer(x)[:, :at], layer(later)[:, :at])
+        spoiled = layer(garbage).isnan().any(-1)
+        assert spoiled[0, at:].all()
+        assert not spoiled[0, :at].any()
+        assert not spoiled[1].any()
+
+
+@pytest.mark.parametrize("kernel", [x for x in [*NAMES, "taylor4"] if x != "sigmoid"])
+def test_a_prefix_gives_what_it_gives_in_the_whole(kernel):
+    """So that a causal model can be read token by token; the sigmoid counts all keys."""
+    layer = cm.nn.Attention(8, 2, kernel=kernel).double()
+    x = torch.randn(2, 90, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer(x[:, :70]), layer(x)[:, :70])
+
+
+@pytest.mark.parametrize("kernel", [*NAMES, "taylor4"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_shapes_without_content_and_half_precision(kernel, causal):
+    model = cm.nn.Transformer(11, width=16, heads=2, kernel=kernel, causal=causal)
+    for shape in ((0, 5), (2, 0), (1,), (2, 3, 4)):
+        assert model(torch.zeros(shape, dtype=torch.long)).shape == (*shape, 11)
+    tokens = torch.randint(11, (2, 60))
+    exact = model(tokens)
+    for dtype, bound in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        half = copy.deepcopy(model).to(dtype)(tokens)
+        assert half.dtype == dtype
+        assert (half - exact).norm() < bound * exact.norm()
+        with torch.autocast("cpu", dtype):
+            assert (model(tokens) - exact).norm() < bound * exact.norm()
 
 
 def test_a_row_without_weight_is_zero_and_so_is_its_gradient():
@@ -234,14 +291,48 @@ def test_a_model_can_be_saved_whole(kernel, tmp_path):
         ({"contraction": "batch"}, "layer, rms, sphere, none"),
         ({"step": "half"}, "one, learned, gated"),
         ({"passes": 0}, "passes"),
+        ({"kernel": "taylor1000000000"}, "even degree"),
+        ({"vocabulary": 0}, "vocabulary must be an integer >= 1"),
         ({"kernel": "sigmoid", "moments": True}, "normalized kernel"),
     ],
 )
 def test_wrong_choices_list_the_known_ones(wrong, says):
     with pytest.raises(cm.InputError, match=says):
-        cm.nn.Transformer(9, **wrong)
+        cm.nn.Transformer(**{"vocabulary": 9, **wrong})
 
 
-def test_too_many_tokens():
-    with pytest.raises(cm.InputError, match="context is 4"):
-        cm.nn.Transformer(9, context=4)(torch.zeros(1, 5, dtype=torch.long))
+@pytest.mark.parametrize(
+    ("vocabulary", "x", "says"),
+    [
+        (9, torch.zeros(1, 5, dtype=torch.long), "5 tokens, but context is 4"),
+        (9, torch.zeros(1, 3), r"tokens \(..., N\) from 0 to 8, not torch.float32 \(1, 3\)"),
+        (9, torch.tensor(3), r"expected tokens \(..., N\) from 0 to 8, not torch.int64 \(\)"),
+        (9, torch.tensor([[9]]), "from 0 to 8; some are outside"),
+        (9, torch.tensor([[-1]]), "from 0 to 8; some are outside"),
+        (None, torch.randn(2, 5, 8), r"vectors \(..., N, 64\), not torch.float32 \(2, 5, 8\)"),
+        (None, torch.randn(64), r"expected vectors \(..., N, 64\)"),
+        (None, torch.zeros(2, 64, dtype=torch.long), r"vectors .*, not torch.int64 \(2, 64\)"),
+    ],
+)
+def test_inputs_that_do_not_fit(vocabulary, x, says):
+    with pytest.raises(cm.InputError, match=says):
+        cm.nn.Transformer(vocabulary, context=4)(x)
+
+
+def test_parts_refuse_what_they_do_not_know():
+    with pytest.raises(cm.InputError, match="query_key must be one of trained, frozen, identity"):
+        cm.nn.Attention(8, 2, query_key="tied")
+    with pytest.raises(cm.InputError, match="heads must divide width, but 3 does not 8"):
+        cm.nn.Attention(8, 3)
+    with pytest.raises(cm.InputError, match="place must be one of before, after"):
+        cm.nn.Block(cm.nn.Attention(8, 2), 8, place="between")
+    identity = cm.nn.Attention(8, 2, query_key="identity", value_output="identity")
+    with pytest.raises(cm.InputError, match=r"Attention: expected vectors \(..., N, 8\)"):
+        identity(torch.randn(2, 5, 6))
+
+
+@pytest.mark.parametrize("kernel", [lambda s: s.sum(-1, keepdim=True), lambda s: 1.0])
+def test_a_kernel_that_is_not_elementwise_is_refused(kernel):
+    q = torch.randn(2, 5, 4)
+    with pytest.raises(cm.InputError, match="must map each score to a weight, but of scores"):
+        similarity(kernel)(q, q, q)

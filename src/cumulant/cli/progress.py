@@ -52,7 +52,12 @@ class Shown:
         if self.console.is_terminal:
             self._bar.start()
             return
-        of = "" if progress.total is None else f" of {progress.total:.4g}"
-        count = f" ({progress.done:.4g}{of})" if of or progress.done else ""
+        of = "" if progress.total is None else f" of {_number(progress.total)}"
+        count = f" ({_number(progress.done)}{of})" if of or progress.done else ""
         typer.echo(f"cumulant: {what}{count}", err=True)
         self._next = time.monotonic() + EVERY
+
+
+def _number(x: float) -> str:
+    """Steps in full: 70000, not 7e+04."""
+    return f"{x:.0f}" if x >= 1000 else f"{x:.4g}"

@@ -79,7 +79,7 @@ def study(
     from cumulant.lab.bench.timing import load, machine
     from cumulant.lab.studies.conducting import conduct
     from cumulant.lab.studies.reading import read
-    from cumulant.lab.studies.results import Results, save
+    from cumulant.lab.studies.results import Results, can_save, json_text, save
 
     chosen = _chosen(read(name), only, quick, minutes, text)
     shown = Console(stderr=as_json, highlight=False, emoji=False)
@@ -89,6 +89,7 @@ def study(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
             folder = output
+            can_save()
             stack.enter_context(locked(folder / "lock"))
         progress = stack.enter_context(Shown(chosen.name))
         begun = time.monotonic()
@@ -102,7 +103,7 @@ def study(
         if output is not None:
             save(results, folder)
     if as_json:
-        typer.echo(json.dumps(results.as_dict(), indent=1))
+        typer.echo(json_text(results.as_dict()), nl=False)
     _show(shown, results, output)
 
 

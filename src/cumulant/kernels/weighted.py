@@ -8,12 +8,14 @@ keys and values are summed first, in time linear in the length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cumulant.core.errors import InputError
 from cumulant.core.typed import functions
 from cumulant.kernels.band import Band
 from cumulant.kernels.tiles import Arguments, Program, Result, Tile, tile_sum
@@ -40,6 +42,9 @@ def weighted_sums(
         weight: f; elementwise, made of operations that torch differentiates.
         is_causal: query i sees keys j <= i.
 
+    Raises:
+        InputError: f is not elementwise.
+
     >>> import torch
     >>> q, k, v = (torch.randn(2, 5, 3) for _ in range(3))
     >>> streamed = weighted_sums(q, k, v, torch.relu)
@@ -48,7 +53,13 @@ def weighted_sums(
     """
 
     def function(tile: Tile, given: Arguments) -> Arguments:
-        weights = weight(given["query"] @ given["key"].mT)
+        scores = given["query"] @ given["key"].mT
+        weights = weight(scores)
+        if getattr(weights, "shape", None) != scores.shape:
+            raise InputError(
+                "the kernel must map each score to a weight, but of scores "
+                f"{tuple(scores.shape)} it made {_described(weights)}."
+            )
         hidden = tile.band.hidden(tile.rows, tile.columns, weights.device)
         if hidden is not None:
             weights = weights.masked_fill(hidden, 0.0)
@@ -65,7 +76,8 @@ def weighted_sums(
     dims = len(batch)
     given = {"query": query, "key": key, "value": value}
     lifted = {n: x.reshape((1,) * (dims + 2 - x.ndim) + x.shape) for n, x in given.items()}
-    return tile_sum(program, lifted)["sum"]
+    total = tile_sum(program, lifted)["sum"]
+    return total + _spoiled(key, value, query.shape[-2]) if is_causal else total
 
 
 def associative_sums(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
@@ -82,10 +94,24 @@ def associative_sums(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bo
         return query @ (key.mT @ value)
     length = query.shape[-2]
     spare = -length % _CHUNK
-    q, k, v = (
-        torch.unflatten(pad(x, (0, 0, 0, spare)), -2, (-1, _CHUNK)) for x in (query, key, value)
-    )
-    states = k.mT @ v
-    before = states.cumsum(-3) - states
+    clean = (x.masked_fill(~x.isfinite(), 0.0) for x in (key, value))  # 0 * NaN, of later keys
+    q, k, v = (torch.unflatten(pad(x, (0, 0, 0, spare)), -2, (-1, _CHUNK)) for x in (query, *clean))
+    states = pad(k.mT @ v, (0, 0, 0, 0, 1, 0))  # the first chunk has none before it
+    before = states.cumsum(-3)[..., :-1, :, :]
     inside = torch.tril(q @ k.mT) @ v
-    return (q @ before + inside).flatten(-3, -2)[..., :length, :]
+    sums = (q @ before + inside).flatten(-3, -2)[..., :length, :]
+    return sums + _spoiled(key, value, length)
+
+
+def _spoiled(key: Tensor, value: Tensor, queries: int) -> Tensor:
+    """NaN for causal queries ``(*batch, M, 1)`` that see a key or value that is not finite, else 0.
+
+    Sums with hidden keys replace such rows by zeros, for the sake of queries that do not see them.
+    """
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    seen = pad(bad.long(), (0, queries - bad.shape[-1])).cumsum(-1) > 0
+    return torch.where(seen[..., None], math.nan, 0.0).to(value.dtype)
+
+
+def _described(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from cumulant.core.errors import InputError
+
 __all__ = ["Workers", "cores", "duration", "report", "stopping"]
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ class Workers:
             waiting: called twice a second.
 
         Raises:
-            RuntimeError: a process died.
+            InputError: a process died.
         """
         pending: set[Future[R]] = {self._pool.submit(work, x) for x in given}
         while pending:
@@ -91,8 +93,9 @@ class Workers:
                 try:
                     found = future.result()
                 except BrokenProcessPool:
-                    raise RuntimeError(
-                        "a worker process died, probably for lack of memory: use fewer processes."
+                    raise InputError(
+                        "a worker process died, perhaps for lack of memory: run the same command "
+                        "again with fewer --processes."
                     ) from None
                 yield found
 

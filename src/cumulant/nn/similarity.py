@@ -22,7 +22,7 @@ __all__ = ["NAMES", "Similarity", "similarity"]
 NAMES = {
     "exp": "exp(s), softmax attention",
     "cosine": "exp of the cosine of query and key",
-    "taylor2": "1 + s + s^2/2, the exponential to second order; any even degree",
+    "taylor2": "1 + s + s^2/2, the exponential to second order; any even degree to 64",
     "relu2": "max(s, 0)^2",
     "elu1": "<a(q), a(k)> with a = elu + 1, linear attention",
     "sigmoid": "1/(1 + n e^-s) over n keys, not normalized",
@@ -46,7 +46,8 @@ class Similarity:
         cosine: put queries and keys on the unit sphere; then s is the cosine.
         normalized: divide by the sum of weights.
         floor: added to that sum, for weights that may all vanish.
-        per_key: subtract log n from the score, so that n unnormalized weights sum to order one.
+        per_key: subtract log n from the score, so that n unnormalized weights sum to order one;
+            n counts all keys, so what a causal query reads depends on the length of the sequence.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Similarity:
     def shifted(self, keys: int) -> Callable[[Tensor], Tensor]:
         """The weight as a function of the score among this many keys."""
         weight = torch.exp if self.weight is None else self.weight
-        offset = math.log(keys) if self.per_key else 0.0
+        offset = math.log(max(1, keys)) if self.per_key else 0.0
         return (lambda s: weight(s - offset)) if offset else weight
 
     def weights(
@@ -140,10 +141,10 @@ def similarity(kernel: str | Callable[[Tensor], Tensor] | Similarity) -> Similar
         return known[kernel]
     if found := re.fullmatch(r"taylor(\d+)", kernel):
         degree = int(found[1])
-        if degree % 2 or not degree:
+        if degree % 2 or not 2 <= degree <= 64:
             raise InputError(
-                f"a Taylor kernel needs an even degree from 2, not {degree}: odd ones are negative "
-                "for some scores, and negative weights have no normalizer."
+                f"a Taylor kernel needs an even degree from 2 to 64, not {degree}: odd ones are "
+                "negative for some scores, and negative weights have no normalizer."
             )
         return Similarity(kernel, weight=partial(_taylor, degree=degree))
     raise InputError(f"there is no kernel {kernel!r}; the kernels are {', '.join(NAMES)}.")

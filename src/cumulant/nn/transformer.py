@@ -8,7 +8,8 @@ Shape legend: B batch, N tokens, D width, H heads, d = D/H.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ Outward = Literal["trained", "frozen", "identity", "tied"]
 Contraction = Literal["layer", "rms", "sphere", "none"]
 Place = Literal["before", "after"]
 Step = Literal["one", "learned", "gated"]
-_T = TypeVar("_T", bound=str)
 _recomputed: Callable[..., Tensor] = getattr(checkpoints, "checkpoint")  # noqa: B009  (untyped)
 
 
@@ -54,7 +54,13 @@ class Attention(nn.Module):
         learn_beta: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.causal, self.moments = heads, causal, moments
+        for name, size in {"width": width, "heads": heads}.items():
+            whole("Attention", name, size, 1)
+        if width % heads:
+            raise InputError(f"Attention: heads must divide width, but {heads} does not {width}.")
+        _one_of("query_key", query_key, ("trained", "frozen", "identity"))
+        _one_of("value_output", value_output, ("trained", "frozen", "identity", "tied"))
+        self.width, self.heads, self.causal, self.moments = width, heads, causal, moments
         self.kernel = similarity(kernel)
         self.tied = value_output == "tied"
         if moments and (value_output not in ("trained", "frozen") or not self.kernel.normalized):
@@ -75,6 +81,7 @@ class Attention(nn.Module):
 
     def projected(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each ``(B, H, N, d)``."""
+        _check_vectors("Attention", x_BND, self.width)
         query, key = self.query(x_BND), self.key(x_BND)
         value = key if self.tied else self.value(x_BND)
         q, k, v = (
@@ -117,7 +124,7 @@ class Block(nn.Module):
         step: Step = "one",
     ) -> None:
         super().__init__()
-        self.first = place == "before"
+        self.first = _one_of("place", place, ("before", "after")) == "before"
         parts: list[nn.Module] = [attention]
         if hidden:
             wide = hidden * width
@@ -186,39 +193,19 @@ class Transformer(nn.Module):
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"width": width, "heads": heads, "layers": layers, "context": context}
-        for name, size in (sizes | {"passes": passes}).items():
+        sizes = {"width": width, "layers": layers, "context": context, "passes": passes}
+        sizes |= {} if vocabulary is None else {"vocabulary": vocabulary}
+        for name, size in sizes.items():
             whole("Transformer", name, size, 1)
         whole("Transformer", "hidden", hidden, 0)
-        if width % heads:
-            raise InputError(f"Transformer: heads must divide width, but {heads} does not {width}.")
-        _one_of("query_key", query_key, ("trained", "frozen", "identity"))
-        _one_of("value_output", value_output, ("trained", "frozen", "identity", "tied"))
-        _one_of("place", place, ("before", "after"))
-        self.context, self.passes, self.checkpoint = context, passes, checkpoint
+        self.width, self.context, self.passes, self.checkpoint = width, context, passes, checkpoint
         self.embedding = None if vocabulary is None else nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.randn(context, width)) if vocabulary else None
-        self.blocks = nn.ModuleList(
-            Block(
-                Attention(
-                    width,
-                    heads,
-                    causal=causal,
-                    kernel=kernel,
-                    query_key=query_key,
-                    value_output=value_output,
-                    moments=moments,
-                    beta=beta,
-                    learn_beta=learn_beta,
-                ),
-                width,
-                hidden=hidden,
-                contraction=contraction,
-                place=place,
-                step=step,
-            )
-            for _ in range(layers)
-        )
+        self.position = None if vocabulary is None else nn.Parameter(torch.randn(context, width))
+        attention = partial(Attention, causal=causal, kernel=kernel, moments=moments)
+        attention = partial(attention, query_key=query_key, value_output=value_output)
+        attention = partial(attention, beta=beta, learn_beta=learn_beta)
+        block = partial(Block, hidden=hidden, contraction=contraction, place=place, step=step)
+        self.blocks = nn.ModuleList(block(attention(width, heads), width) for _ in range(layers))
         last: Contraction = contraction if place == "before" else "none"
         self.contraction = _contraction(last, width)
         self.readout = None if vocabulary is None else nn.Linear(width, vocabulary, bias=False)
@@ -226,8 +213,10 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(B, N, vocabulary)`` of tokens ``(B, N)``; vectors of vectors if no vocabulary.
 
+        A causal model needs no mask of padding at the end, which earlier tokens do not see.
+
         Raises:
-            InputError: more tokens than `context`.
+            InputError: more tokens than `context`, one outside the vocabulary, or another shape.
         """
         x = self.contraction(self.states(x))
         return x if self.readout is None else self.readout(x)
@@ -244,10 +233,16 @@ class Transformer(nn.Module):
     def embedded(self, x: Tensor) -> Tensor:
         """What enters the first block."""
         if self.embedding is None or self.position is None:
-            return x
+            return _check_vectors("Transformer", x, self.width)
+        tokens = f"tokens (..., N) from 0 to {self.embedding.num_embeddings - 1}"
+        if x.dtype not in (torch.int64, torch.int32) or not x.ndim:
+            raise InputError(f"Transformer: expected {tokens}, not {x.dtype} {tuple(x.shape)}.")
         if x.shape[-1] > self.context:
             raise InputError(f"Transformer: {x.shape[-1]} tokens, but context is {self.context}.")
-        return self.embedding(x) + self.position[: x.shape[-1]]
+        try:
+            return self.embedding(x) + self.position[: x.shape[-1]]
+        except IndexError:
+            raise InputError(f"Transformer: expected {tokens}; some are outside.") from None
 
 
 class _Sphere(nn.Module):
@@ -290,7 +285,14 @@ def _linear(inputs: int, outputs: int, weights: Weights) -> nn.Module:
     return layer.requires_grad_(weights == "trained")
 
 
-def _one_of(name: str, given: _T, known: tuple[str, ...]) -> _T:
+def _one_of(name: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        raise InputError(f"Transformer: {name} must be one of {', '.join(known)}; got {given!r}.")
+        raise InputError(f"{name} must be one of {', '.join(known)}; got {given!r}.")
     return given
+
+
+def _check_vectors(owner: str, x: Tensor, width: int) -> Tensor:
+    if x.ndim < 2 or x.shape[-1] != width or not x.is_floating_point():
+        wanted, given = f"vectors (..., N, {width})", f"{x.dtype} {tuple(x.shape)}"
+        raise InputError(f"{owner}: expected {wanted}, not {given}.")
+    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from html import unescape
@@ -159,3 +160,9 @@ def test_the_fastest_rounds_are_compared():
     seconds = {"ours": [3.0, 1.0, 2.0], "theirs": [9.0, 4.0, 5.0]}
     row = timing.fastest(seconds, "shape", "ours", "theirs")
     assert (row.amount, row.baseline, row.ratio) == (1000.0, 4000.0, 0.25)
+
+
+def test_a_ratio_of_which_nothing_was_hoped_is_json():
+    made = Row("8 x 8", "step", "torch", 2.0, 4.0, 0.5, math.inf)
+    assert made.met
+    assert json.loads(json.dumps(made.as_dict(), allow_nan=False))["at_most"] is None

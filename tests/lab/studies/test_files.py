@@ -7,7 +7,7 @@ import random
 import pytest
 
 import cumulant as cm
-from cumulant.lab.studies.conducting import conduct
+from cumulant.lab.studies.conducting import conduct, estimate
 from cumulant.lab.studies.reading import known, read, selected
 
 GOOD = """title = "t"
@@ -59,8 +59,12 @@ def test_a_file_is_read(write):
     [
         ("flips = 0.2", "flip = 0.2", r"line 8: unknown key 'flip'; did you mean 'flips'\?$"),
         ("seeds =", "seed =", r"line 5: unknown key 'seed'; did you mean 'seeds'"),
-        ("flips = 0.2", 'flips = "few"', r"line 8: key 'flips' must be int or float, not str"),
-        ("minutes = 1", "minutes = true", r"line 4: key 'minutes' must be int or float, not bool"),
+        ("flips = 0.2", 'flips = "few"', r"line 8: key 'flips' must be a number, not a string"),
+        (
+            "minutes = 1",
+            "minutes = true",
+            r"line 4: key 'minutes' must be a number, not true or false",
+        ),
         ('task = "recall"', 'task = "chess"', r"line 3: there is no task 'chess'; the tasks are l"),
         ("minutes = 1", "minutes = 0", r"line 4: the budget must be positive"),
         ("seeds = [0, 1]", "seeds = [0, 0]", r"line 5: seeds are different integers"),
@@ -85,18 +89,31 @@ def test_a_file_is_read(write):
         ("two = {", '"t\\n" = {', r"a variant's name has .*, not 't\\n'"),
         ('"capacity"', '"capacty"', r"line 20: unknown quantity 'capacty'; did you mean"),
         ('"capacity"', '"capacity_7"', r"line 20: unknown quantity 'capacity_7'; did you mean"),
-        ('says = "exp recalls more"', "says = []", r"line 19: key 'says' must be str, not list"),
-        ('above = ["two"]', 'above = "two"', r"line 22: key 'above' must be list, not str"),
+        (
+            'says = "exp recalls more"',
+            "says = []",
+            r"line 19: key 'says' must be a string, not a list",
+        ),
+        ('above = ["two"]', 'above = "two"', r"line 22: key 'above' must be a list, not a string"),
         ('above = ["two"]', 'above = ["exp"]', r"line 21: 'exp' cannot be its own rival"),
         ('above = ["two"]', "at_least = nan", r"line 22: 'at_least' must be finite"),
         ('above = ["two"]', "at_least = 1\nby = 0.1", r"line 23: rule 'ahead': 'by' goes with"),
-        ('variant = "exp"', "variant = 3", r"line 21: key 'variant' must be str, not int"),
+        (
+            'variant = "exp"',
+            "variant = 3",
+            r"line 21: key 'variant' must be a string, not an integer",
+        ),
         (
             "[variants]",
             "[quick]\nsettings = 3\n[variants]",
-            r"line 14: key 'settings' must be dict",
+            r"line 14: key 'settings' must be a table",
         ),
         ("[variants]", "[quick]\nsettings = {most = 0}\n[variants]", r"line 14: recall: most m"),
+        (
+            "[variants]",
+            '[claim]\nsource = "s"\n[variants]',
+            r"line 13: a claim lacks the key 'stat",
+        ),
         ('title = "t"', "title = " + 5000 * "[", r"is not TOML: maximum recursion"),
         ('title = "t"', "title = " + 5000 * "9", r"is not TOML: Exceeds the limit"),
     ],
@@ -107,11 +124,28 @@ def test_a_mistake_names_its_line_and_key(write, old, new, says):
         read(write(GOOD.replace(old, new)))
 
 
+def test_a_model_that_no_machine_holds_is_refused(write):
+    """Sizes whose product overflows, and a batch that no memory holds."""
+    language = GOOD.replace("recall", "language").replace("flips = 0.2", "width = 32000000000")
+    language = language[: language.index("[[rules]]")]
+    with pytest.raises(cm.InputError, match="line 8: language: no model can have these sizes"):
+        read(write(language))
+    large = write(language.replace("width = 32000000000", "batch = 4000000000000"))
+    with pytest.raises(cm.InputError, match=r"mine cannot make a step: .*memory"):
+        estimate(read(large), 1)
+
+
 def test_the_line_is_that_of_the_rule(write):
     """Two tables of one name: the mistake is in the second."""
     again = GOOD[GOOD.index("[[rules]]") :].replace("ahead", "behind")
     with pytest.raises(cm.InputError, match="line 30: a rule's form is one of"):
         read(write(f'{GOOD}form = "noted"\n{again}form = "noisy"\n'.replace("above", "#above", 1)))
+
+
+def test_a_file_of_an_editor_that_marks_its_encoding(write):
+    path = write(GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read(path).title == "t"
 
 
 def test_a_file_that_is_no_text(write, tmp_path):

@@ -81,7 +81,8 @@ SAID = {
         "degree 4, {capacity_16[taylor2]:.0f} for degree 2)",
         "elu + 1 recalls {capacity_16[elu1]:.0f} and is no worse than degree 2, relu² recalls "
         "{capacity_16[relu2]:.0f}",
-        "exp recalls e^({growth_rate[exp]:.2f} d)",
+        "exp recalls e^({growth_rate[exp]:.2f} d) patterns (interval {exp_rate_low[low]:.2f} to "
+        "{exp_rate_low[high]:.2f}",
         "recalls d^{exponent[taylor2]:.2f}, relu² d^{exponent[relu2]:.2f}, the Taylor polynomial "
         "of degree 4 d^{exponent[taylor4]:.1f}. At d = 24 that is {capacity_24[exp]:.2g} patterns "
         "against {capacity_24[taylor2]:.0f}, {capacity_24[relu2]:.0f} and "
@@ -157,7 +158,9 @@ SAID = {
 # Numbers that are no means of a record: of single seeds and rates, of earlier runs, of runs outside
 # a rule, of other pages, of theory.
 ELSEWHERE = {
-    "Why exponential": ["0.01", "2.40", "0.02", "2.48", "0.1", "0.2", "0.06", "0.11", "0.37"],
+    "Why exponential": [
+        *("0.01", "2.40", "0.02", "2.48", "0.1", "0.2", "0.06", "0.11", "0.37", "0.29"),
+    ],
     "Which weights": [
         *(
             "0.4",
@@ -197,6 +200,14 @@ def test_numbers_of_the_index_are_those_of_the_records(title):
                 assert said in text
                 text = text.replace(said, "")
     assert re.findall(r"−?\d+\.\d+", text) == ELSEWHERE[title]
+
+
+def test_the_ledger_tells_of_the_longer_search():
+    said = recorded()["which-weights"].study.claim["finding"]
+    assert (
+        "trained {bits[trained]:.2f}, v,o frozen {bits[vo-frozen]:.2f}, q,k frozen "
+        "{bits[qk-frozen]:.2f}, all identity {bits[all-identity]:.2f}."
+    ).format(**known("which-weights-tuned")) in said
 
 
 def test_two_versions_differ_by_as_much_as_the_index_says():

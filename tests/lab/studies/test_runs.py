@@ -16,10 +16,12 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cumulant as cm
 from command import cumulant
 from cumulant.core.journal import Journal
+from cumulant.core.lock import locked
 from cumulant.lab.studies import judging, language, running
 from cumulant.lab.studies.conducting import conduct
 from cumulant.lab.studies.features import Features
@@ -118,6 +120,61 @@ def test_a_kill_loses_next_to_nothing(tmp_path, study, processes):
     assert all(same(a, b) for a, b in zip(resumed, whole, strict=True))
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_stops_at_once_and_the_study_resumes(tmp_path, text, processes):
+    """Ctrl-C reaches the command alone, as from a script; its processes stop in mid-run."""
+    path = tmp_path / "long.toml"
+    path.write_text(
+        'title = "t"\nquestion = "q"\ntask = "language"\nminutes = 600\nseeds = [0, 1]\n'
+        f'[settings]\ntext = "{text}"\nsteps = 200000\nevery = 100000\nbatch = 2\n'
+        "width = 16\nheads = 2\ncontext = 16\nwindows = 4\n[variants]\nexp = {}\n"
+    )
+    command = [sys.executable, "-m", "cumulant", "study", str(path)]
+    process = subprocess.Popen(
+        [*command, "-o", str(tmp_path / "out"), "--processes", str(processes)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    runs = tmp_path / "out" / "runs"
+    deadline = time.monotonic() + 120
+    while len([*runs.glob("*.journal")]) < processes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert "run the same command to resume" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    study = read(path)
+    kept = [
+        Journal(runs / f"{x.id}.journal", x.as_dict()).last
+        for x in study.final_jobs("exp", 0.003, 1.0)
+    ]
+    assert all(x["step"] > 0 and x["result"] is None for x in kept[:processes])
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    arguments = ["recall-capacity", "--quick", "--processes", 1, "-o", tmp_path]
+    with locked(tmp_path / "lock"):
+        done = cumulant("study", *arguments)
+    assert done.returncode == 2
+    assert f"another run (process {os.getpid()} on" in done.stderr
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_missing_package_is_told_before_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    done = cumulant("study", "recall-capacity", "--quick", "-o", tmp_path)
+    assert done.returncode == 2
+    assert "Parquet files need pyarrow; install it with" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_seeds_continue_a_finished_folder(tmp_path, study):
+    before = conduct(study, tmp_path)
+    after = conduct(replace(study, seeds=(0, 1, 2)), tmp_path)
+    again = conduct(replace(study, seeds=(0, 1, 2)), tmp_path / "whole")
+    assert all(same(a, b) for a, b in zip(after, again, strict=True))
+    assert {x.id: x.seconds for x in before}.items() <= {x.id: x.seconds for x in after}.items()
+
+
 def test_divergence_is_a_result(tmp_path, text):
     wild = replace(job(text, clip=0.0), rate=1e6)
     found = run(wild, tmp_path)
@@ -159,6 +216,11 @@ def test_files_say_the_same(tmp_path, study):
     curves = pd.read_parquet(tmp_path / "curves.parquet")
     bits = curves[(curves.quantity == "bits") & (curves.stage == "final") & (curves.step == 24)]
     assert len(bits) == 4
+    first = next(x for x in runs if x.job.stage == "final")
+    board = EventAccumulator(str(tmp_path / "tensorboard" / first.id)).Reload()
+    assert [(x.step, x.value) for x in board.Scalars("bits")] == [
+        (point["step"], pytest.approx(point["bits"])) for point in first.curve
+    ]
     assert json.loads((tmp_path / "results.json").read_text())["verdict"]
 
 
@@ -301,13 +363,14 @@ def test_quick_studies_run(name, tmp_path):
     assert "it shows the machinery and decides nothing" in markdown(results)
 
 
-def test_the_command_runs_a_study(tmp_path):
+@pytest.mark.parametrize("name", ["random-features", "recall-capacity"])
+def test_the_command_runs_a_study(name, tmp_path):
     arguments = ["--quick", "--processes", 1, "--json", "-o", tmp_path / "out"]
-    done = cumulant("study", "random-features", *arguments)
+    done = cumulant("study", name, *arguments)
     assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    content = json.loads(done.stdout, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert content["quick"] is True
-    assert len(content["table"]) == len(read("random-features").variants)
+    assert len(content["table"]) == len(read(name).variants)
     assert (tmp_path / "out/results.md").is_file()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import statistics
@@ -36,7 +37,9 @@ class Row:
         return self.ratio <= self.at_most * 1.005
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
+        """For JSON, which has no infinity: None where nothing was hoped for."""
+        hoped = self.at_most if math.isfinite(self.at_most) else None
+        return {**asdict(self), "at_most": hoped, "met": self.met}
 
 
 def clock() -> Callable[[], float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cumulant.core.errors import InputError
-from cumulant.core.files import make_folder
+from cumulant.core.files import make_folder, printable
 from cumulant.core.progress import Progress, ProgressCallback
 from cumulant.lab.studies.judging import best
 from cumulant.lab.studies.running import Run, Stopped, finished, run
@@ -47,6 +47,11 @@ def estimate(study: Study, processes: int) -> Estimate:
             for n in range(1, min(3, work.steps)):
                 work.step(n)
             cost[variant] = (time.process_time() - begun) / max(1, min(3, work.steps) - 1)
+    except InputError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        why = printable(str(error).split("\n")[0])
+        raise InputError(f"{study.name} cannot make a step: {why}") from None
     finally:
         torch.set_num_threads(threads)
     jobs = _all(study)

@@ -88,8 +88,13 @@ class Language:
             whole("language", name, settings[name], 1)
         for name in ("clip", "decay"):
             real("language", name, settings[name], least=0.0)
-        with torch.device("meta"):
-            _model(settings, 2, 1.0)
+        try:
+            with torch.device("meta"):
+                _model(settings, 2, 1.0)
+        except InputError:
+            raise
+        except (RuntimeError, OverflowError):  # more parameters than can be counted
+            raise InputError("language: no model can have these sizes.") from None
         if settings["link"] and settings["query_key"] == "identity":
             raise InputError(
                 "language: link = true looks at the matrices of queries and keys, and query_key = "

@@ -21,6 +21,10 @@ __all__ = ["known", "read", "selected"]
 FOLDER = Path(__file__).parent / "files"
 _Kind = type | tuple[type, ...]
 _NUMBER = (int, float)
+_WORDS = {
+    **{str: "a string", int: "an integer", float: "a number with a point"},
+    **{bool: "true or false", list: "a list", dict: "a table"},
+}
 _TOP: dict[str, _Kind] = {
     **{"title": str, "question": str, "task": str, "minutes": _NUMBER, "seeds": list},
     **{"settings": dict, "tuning": dict, "variants": dict, "rules": list},
@@ -58,7 +62,7 @@ def read(given: str | Path) -> Study:
             "your own is a TOML file."
         )
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors begin with a mark
         content = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"cannot read {printable(path)}: {error.strerror}.") from None
@@ -121,6 +125,9 @@ class _Reader:
                 self._wrong(where, "seeds", "the search must not use the seeds of the final runs")
         claim: dict[str, str] = content.get("claim", {})
         self._table(claim, _CLAIM, "claim")
+        for name in ("statement", "source", "formula", "finding") * bool(claim):
+            if name not in claim:
+                self._wrong("", "claim", f"a claim lacks the key {name!r}")
         study = Study(
             name=self.path.stem,
             title=content["title"],
@@ -246,9 +253,8 @@ class _Reader:
 
     def _kind(self, x: Any, kind: _Kind, table: str, name: str, item: int = 0) -> None:
         if not isinstance(x, kind) or (isinstance(x, bool) and kind is not bool):
-            names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
-            wanted, got = " or ".join(names), type(x).__name__
-            self._wrong(table, name, f"key {name!r} must be {wanted}, not {got}", item)
+            wanted = "a number" if kind == _NUMBER else _named(kind)
+            self._wrong(table, name, f"key {name!r} must be {wanted}, not {_named(type(x))}", item)
 
     def _wrong(self, table: str, name: str, why: str, item: int = 0) -> NoReturn:
         said = why if why.endswith("?") else f"{why}."
@@ -292,6 +298,11 @@ def _hint(name: str, known: Iterable[str], what: str) -> str:
 
 def _number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _named(kind: Any) -> str:
+    """A type in the words of TOML."""
+    return _WORDS.get(kind, f"a {kind.__name__}")
 
 
 def _kind_of(default: object) -> _Kind:

@@ -30,7 +30,9 @@ def recorded() -> dict[str, Results]:
 def page(results: Results) -> str:
     """The page of a recorded study; it follows from the recorded runs."""
     name = results.study.name
-    picture = f"\n![Curves of the study: {results.study.title}]({name}.png)\n"
+    picture = f"\n![Curves of the study: {results.study.title}]({name}.png)\n\n"
+    picture += "*Lines: means over seeds; shades: from the lowest seed to the highest; bars: 95 % "
+    picture += "intervals.*\n"
     files = f"\nThe curves of all runs: [{name}.parquet]({name}.parquet).\n"
     return markdown(results) + picture + files
 

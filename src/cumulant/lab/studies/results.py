@@ -16,10 +16,10 @@ from cumulant.lab.studies.judging import judgments, table
 from cumulant.lab.studies.running import Run
 from cumulant.lab.studies.study import Job, Study
 from cumulant.lab.studies.tasks import objective_of
-from cumulant.lens.files import write_table
+from cumulant.lens.files import parquet, write_table
 from cumulant.lens.tables import pandas
 
-__all__ = ["Results", "load", "markdown", "save", "with_curves"]
+__all__ = ["Results", "can_save", "json_text", "load", "markdown", "save", "with_curves"]
 
 # Numbers that every run has but no table needs: they say what other columns say.
 _LEFT_OUT = ("validation", "accuracy", "points", "capacity")
@@ -54,11 +54,21 @@ class Results:
         }
 
 
+def can_save() -> None:
+    """Check that `save` will find its packages, before the hours of a study.
+
+    Raises:
+        InputError: one is missing.
+    """
+    pandas()
+    parquet()
+
+
 def save(results: Results, folder: Path) -> list[Path]:
     """Write everything; returns the files."""
     make_folder(folder)
     written = [
-        write_file(folder / "results.json", _json(results.as_dict())),
+        write_file(folder / "results.json", json_text(results.as_dict())),
         write_file(folder / "results.md", markdown(results)),
     ]
     curves = pandas().DataFrame(_rows(results))
@@ -113,7 +123,8 @@ def _run(study: Study, row: dict[str, Any]) -> Run:
     return Run(job, row["numbers"], [], row["diverged"], row["seconds"])
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def json_text(content: Mapping[str, Any]) -> str:
+    """Content as JSON that every parser reads: no NaN, no infinity."""
     return json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"
 
 
