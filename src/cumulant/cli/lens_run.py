@@ -224,7 +224,10 @@ def _tell_changed(console: Console, differences: Any) -> None:
     tested = differences.dropna(subset=["p"])
     changed = tested[tested["p"] < 0.05]
     heads, total = (len(x[["layer", "head"]].drop_duplicates()) for x in (changed, tested))
-    console.print(f"{heads} of {total} heads changed by more than chance; those that did most:")
+    if not total:
+        return
+    most = "; those that did most:" if heads else "."
+    console.print(f"{heads or 'None'} of {total} heads changed by more than chance{most}")
     for row in changed.drop_duplicates(["layer", "head"]).head(CHANGED).to_dict("records"):
         console.print(
             f"  layer {row['layer']} head {row['head']}: {row['statistic']} "

@@ -340,7 +340,11 @@ def _link(data: ReportData) -> Finding | None:
     headline = f"The best linear map explains R² {number(middle)} of the link"
     if trained:  # as T29 judges: the trained weights, not the best map
         fit = number(median(trained))
-        headline = f"The trained weights explain R² {fit} of the link, {number(middle)} at best"
+        headline = f"The trained weights explain R² {fit} of the link"
+    sentence += (
+        ". That a linear map fits says little: it fits queries never trained for these keys as "
+        "well (T29)"
+    )
     points, size = _points(data), int(data.facts.get("head size") or 0)
     if points:
         sentence += f". The fit used {points} points in {size} dimensions; more would fit better"
