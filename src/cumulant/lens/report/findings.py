@@ -131,6 +131,8 @@ def _sinks(data: ReportData) -> Finding | None:
         f"{_here(data)}{uniform}; {where}.",
         "Mean of sink_mass over the tokens of each head, then over heads.",
         "maps",
+        "sink_mass",
+        (strongest.layer, strongest.head),
     )
 
 
@@ -206,6 +208,7 @@ def _potential(data: ReportData) -> Finding | None:
         f"the gradient of G. Symmetry has median {number(middle)} and maximum {number(top)}.",
         "W_q W_kᵀ of each head; computed from the weights alone, so the same for every text.",
         "maps",
+        "symmetry",
     )
 
 
