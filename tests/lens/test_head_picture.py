@@ -108,6 +108,8 @@ def test_both_sides_of_a_translation():
         ((6, 0), "layers are 0 to 5, not 6"),
         ((-1, 0), "layers are 0 to 5, not -1"),
         ((0, 12), "layer 0 has heads 0 to 11, not 12"),
+        ((0, "x"), "the head must be an integer, not 'x'"),
+        ((0.5, 0), "the layer must be an integer, not 0.5"),
         ((0, 0, 2), r"text 2 is not among those kept: 0 \(pets\), 1 \(bard\)"),
         ((0, 0, "prose"), "text 'prose' is not among those kept"),
     ],

@@ -10,9 +10,11 @@ import sys
 import huggingface_hub
 import pandas as pd
 import pytest
+from rich.console import Console
 from toy_texts import toy_folder
 
 import command
+from cumulant.cli.lens_run import _tell_changed
 
 
 def cumulant(*arguments):
@@ -54,6 +56,16 @@ def test_json_and_a_comparison(folder, tmp_path):
     assert told["run"]["tokens"] == 5
     assert all(x["headline"] for x in told["findings"])
     assert "difference" in pd.read_csv(tmp_path / "b" / "comparison.csv").columns
+
+
+@pytest.mark.parametrize(("p", "says"), [(0.01, "1 of 2 heads"), (1.0, "None of 2 heads")])
+def test_a_comparison_counts_the_heads_that_changed(p, says, capsys):
+    rows = {"layer": [0, 0], "head": [0, 1], "statistic": "entropy", "first": 1.0, "second": 2.0}
+    _tell_changed(Console(width=200), pd.DataFrame({**rows, "noise": 0.1, "p": [p, 1.0]}))
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{says} changed by more than chance")
+    assert len(told) == 1 + (p < 0.05)
+    assert told[0].endswith(":") == (len(told) > 1)
 
 
 def test_corpora(folder, tmp_path):

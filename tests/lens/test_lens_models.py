@@ -388,7 +388,7 @@ def test_truncation_is_that_of_transformers(demo):
     assert encoded.texts == [0, 1]
     assert encoded.notes == [
         f"text 1 has {full} tokens, the model takes 512: the first 512 are examined; "
-        "windows (--windows) take in all"
+        "windows (--windows) cover the rest"
     ]
 
 

@@ -172,6 +172,25 @@ def test_arrows_move_in_the_map_and_enter_chooses(browser, page, data):
     assert browser.run(f"[...{CELL}].filter(c => c.tabIndex === 0).length") == 1
 
 
+def test_a_finding_leads_to_its_statistic_and_its_head(browser, page, data):
+    browser.open(page)
+    best = data.heads.loc[data.heads["sink_mass"].idxmax()]
+    # Not by its middle, which is beside it where it runs over two lines.
+    browser.run("document.querySelector('.findings a[data-statistic=sink_mass]').click()")
+    browser.settle()
+    values = browser.run(
+        "['map-statistic', 'token-layer', 'token-head'].map(n => document.getElementById(n).value)"
+    )
+    assert values == ["sink_mass", str(int(best["layer"])), str(int(best["head"]))]
+    assert browser.run("location.hash") == "#maps"
+    pressed = browser.run(
+        "[...document.querySelectorAll('[data-plot=map] [aria-pressed=true]')]"
+        ".map(e => e.getAttribute('aria-label'))"
+    )
+    assert len(pressed) == 1
+    assert pressed[0].startswith(f"Layer {int(best['layer'])}, head {int(best['head'])}.")
+
+
 def test_tokens_tell_their_statistics_and_light_up_their_keys(browser, page, data, tmp_path):
     browser.open(page)
     browser.click(f"{CELL}[{3 * 12 + 9}]")

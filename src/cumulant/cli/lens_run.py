@@ -149,7 +149,7 @@ def _lens(
     if before is not None:
         console.print(f"[dim]It replaces an earlier examination in {as_text(folder)}.[/dim]")
     if differences is not None:
-        _tell_difference(console, differences, against, folder)
+        _tell_difference(console, differences, against, folder, _lengths(earlier, found))
 
 
 def _is_busy() -> bool:
@@ -200,11 +200,27 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
     console.print(f"\nThe report is {as_text(page)}; the tables are next to it.")
 
 
+def _lengths(*examinations: Examination | None) -> list[float]:
+    """The median length of the texts of each."""
+    tables = [view(x.inputs()) for x in examinations if x is not None]
+    return [float(x["tokens"].median()) for x in tables if len(x)]
+
+
 def _tell_difference(
-    console: Console, differences: Any, against: Path | None, folder: Path
+    console: Console,
+    differences: Any,
+    against: Path | None,
+    folder: Path,
+    lengths: list[float],
 ) -> None:
     """The heads that changed most, medians over heads, and where the details are."""
     console.print(f"\n[bold]Against {as_text(against)}[/bold]")
+    if len(set(lengths)) > 1:
+        before, now = lengths
+        console.print(
+            f"[yellow]The texts differ in length ({before:g} and {now:g} tokens). Most statistics "
+            "depend on how many keys a token sees: compare texts of equal length.[/yellow]"
+        )
     if "p" in differences:
         _tell_changed(console, differences)
     console.print("medians over heads, before and now:")
@@ -213,10 +229,7 @@ def _tell_difference(
         if len(rows):
             before, after = float(rows["first"].median()), float(rows["second"].median())
             console.print(f"{name:>15}  {before:10.4g}  {after:10.4g}")
-    console.print(
-        "Most of these depend on how many keys a token sees: compare texts of equal length.\n"
-        f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}."
-    )
+    console.print(f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}.")
 
 
 def _tell_changed(console: Console, differences: Any) -> None:
@@ -224,7 +237,10 @@ def _tell_changed(console: Console, differences: Any) -> None:
     tested = differences.dropna(subset=["p"])
     changed = tested[tested["p"] < 0.05]
     heads, total = (len(x[["layer", "head"]].drop_duplicates()) for x in (changed, tested))
-    console.print(f"{heads} of {total} heads changed by more than chance; those that did most:")
+    if not total:
+        return
+    most = "; those that did most:" if heads else "."
+    console.print(f"{heads or 'None'} of {total} heads changed by more than chance{most}")
     for row in changed.drop_duplicates(["layer", "head"]).head(CHANGED).to_dict("records"):
         console.print(
             f"  layer {row['layer']} head {row['head']}: {row['statistic']} "

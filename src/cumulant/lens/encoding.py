@@ -107,7 +107,7 @@ def encode(
                 if overlong == "windows":
                     what += f"it is examined in {len(starts)} pieces"
                 else:
-                    what += f"the first {limit} are examined; windows (--windows) take in all"
+                    what += f"the first {limit} are examined; windows (--windows) cover the rest"
                     starts = starts[:1]
                 out.notes.append(what)
                 overlong_texts.append(k)

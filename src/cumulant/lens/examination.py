@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,7 +283,9 @@ def _number(name: str, value: Any) -> int:
     """A layer or head by number; a row of a table gives it as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return whole("head", name, value, -sys.maxsize)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"head: the {name} must be an integer, not {value!r}.")
+    return int(operator.index(value))
 
 
 def _wrong(about: Any) -> str:

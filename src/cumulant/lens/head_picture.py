@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,8 +105,11 @@ class HeadAttention:
                 side * min(1.0, across / rows) + 1.6, side * min(1.0, rows / across) + 1
             )
             axes = figure.add_subplot()
+            # Of a long text by the root: on a linear scale one sink leaves the rest white.
+            power = 1.0 if self.block == 1 else 0.5
+            scale = import_module("matplotlib.colors").PowerNorm(power, vmin=0.0)
             image = axes.imshow(
-                self.weights.numpy(), cmap="Blues", vmin=0.0, interpolation="nearest"
+                self.weights.numpy(), cmap="Blues", norm=scale, interpolation="nearest"
             )
             axes.grid(visible=False)
             axes.set_title(f"layer {self.layer} head {self.head}, {self.text}")

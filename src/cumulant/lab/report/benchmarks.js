@@ -15,7 +15,8 @@ if (data.benchmarks.length) {
     const range = rangeOf(rows.flatMap((r) => [r.ratio, r.recorded].filter(known)), "log", [1]);
     const across = axis(...range, left + 8, width - right, "log");
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Ratios; arrow keys move" });
-    const sparse = across.ticks.filter((t, i, all) => i === 0 || Math.abs(across.place(t) - across.place(all[i - 1])) > 26);
+    let last = -Infinity;
+    const sparse = across.ticks.filter((t) => across.place(t) - last > 32 && ((last = across.place(t)), true));
     for (const tick of sparse) {
       const x = across.place(tick);
       root.append(svg("line", { class: "grid", x1: x, x2: x, y1: top, y2: foot }),

@@ -115,6 +115,7 @@ def render(parts: Parts, folder: Path | None = None) -> str:
         "departures": [e.id for e in entries if e.departs],
         "answers": answers(links) if rows else [],
         "answers_file": links.file(f"docs/{ANSWERS}"),
+        "theory_file": links.file("docs/theory.md"),
         "lens": _lens(parts.lens),
         "series": series,
         "log_likelihood": number(series["log_likelihood"], 6) if series else "",

@@ -131,6 +131,8 @@ def _sinks(data: ReportData) -> Finding | None:
         f"{_here(data)}{uniform}; {where}.",
         "Mean of sink_mass over the tokens of each head, then over heads.",
         "maps",
+        "sink_mass",
+        (strongest.layer, strongest.head),
     )
 
 
@@ -206,6 +208,7 @@ def _potential(data: ReportData) -> Finding | None:
         f"the gradient of G. Symmetry has median {number(middle)} and maximum {number(top)}.",
         "W_q W_kᵀ of each head; computed from the weights alone, so the same for every text.",
         "maps",
+        "symmetry",
     )
 
 
@@ -340,7 +343,11 @@ def _link(data: ReportData) -> Finding | None:
     headline = f"The best linear map explains R² {number(middle)} of the link"
     if trained:  # as T29 judges: the trained weights, not the best map
         fit = number(median(trained))
-        headline = f"The trained weights explain R² {fit} of the link, {number(middle)} at best"
+        headline = f"The trained weights explain R² {fit} of the link"
+    sentence += (
+        ". That a linear map fits says little: it fits queries never trained for these keys as "
+        "well (T29)"
+    )
     points, size = _points(data), int(data.facts.get("head size") or 0)
     if points:
         sentence += f". The fit used {points} points in {size} dimensions; more would fit better"

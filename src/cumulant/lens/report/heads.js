@@ -117,5 +117,13 @@ if (byId("map-statistic")) {
   const redraw = plot("map", drawMap);
   byId("map-statistic").addEventListener("change", redraw);
   whenChosen.push((from) => { if (from !== "map") document.querySelector('[data-plot="map"]').pressed(); });
+  // A finding leads to its statistic, and to the head that it names.
+  for (const link of document.querySelectorAll("a[data-statistic]")) {
+    const { statistic, layer, head } = link.dataset;
+    link.addEventListener("click", () => {
+      if (kindOf[statistic]) { byId("map-statistic").value = statistic; redraw(); }
+      if (layer) choose(Number(layer), Number(head), "finding");
+    });
+  }
 }
 plot("classes", drawClasses);

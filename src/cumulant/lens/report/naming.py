@@ -61,11 +61,14 @@ def _named(data: ReportData, kind: str, test: str, text: str, what: str) -> Find
     sentence = (
         f"It puts {top.score:.2f} of its weight on {what}, {where}; the median head puts "
         f"{number(median(x.score for x in order), 2)}. Next: {_listed(order[1 : 1 + NEXT])}. "
-        f"{strong} of {count(len(order), 'head')} score at least {STRONG}"
+        f"{strong} of {count(len(order), 'head')} {'scores' if strong == 1 else 'score'} at least "
+        f"{STRONG}"
     )
     if tested and natural:
         sentence += f". In the texts the strongest is {_listed(natural[:1])}"
-    return Finding(headline, sentence + ".", f"Mean weight, {test if tested else text}.", "maps")
+    shown = test if tested else text
+    place = (top.layer, top.head)
+    return Finding(headline, sentence + ".", f"Mean weight, {shown}.", "maps", shown, place)
 
 
 def induction(data: ReportData) -> Finding | None:
@@ -106,6 +109,8 @@ def distance(data: ReportData) -> Finding | None:
         f"{', '.join(told)}.",
         "Largest mean weight on one distance, from 1 to 8 tokens back or ahead, in the texts.",
         "maps",
+        "distance_mass",
+        (top.layer, top.head),
     )
 
 

@@ -137,7 +137,8 @@ def median_error(x: Tensor) -> float:
 @torch.no_grad()
 def measure(trial: Trial) -> Found:
     """All heads of MiniLM on one passage: means μᵢ = Eᵢ[k], natural parameters scale · qᵢ."""
-    layers = sublayers()[:: trial.size(1, 3)]
+    step = trial.size(1, 3)
+    layers = sublayers()[::step]
     tokens = trial.size(layers[0].query.shape[1], 64)
     found = [of_head(layer, trial.seed, tokens) for layer in layers]
     linear, trained = flat([x.linear for x in found]), flat([x.trained for x in found])
@@ -166,7 +167,7 @@ def measure(trial: Trial) -> Found:
         "affine_null": affine_null,
     }
     counts = {"heads": len(linear), "tokens": tokens, "fewer": tokens // 2}
-    return Found(numbers, **counts, half=median(half), found=found, trained=trained)
+    return Found(numbers, **counts, half=median(half), found=found, trained=trained, step=step)
 
 
 def draw(figure: Any, seen: Any) -> None:
@@ -186,6 +187,6 @@ def draw(figure: Any, seen: Any) -> None:
     for which, label in ((0, "best affine map"), (1, "trained weights")):
         axes.plot([], [], "o", ms=4, color=series_color(which), label=label)
     axes.set(xlabel="layer", ylabel="R² of the link", xlim=(0.5, len(seen.found) + 2.2))
-    axes.set_xticks(blocks, [str(n - 1) for n in blocks])
+    axes.set_xticks(blocks, [str((n - 1) * seen.step) for n in blocks])
     axes.set_ylim(min(-0.6, float(seen.trained.min()) - 0.1), 1.05)
     axes.legend(loc="lower left")
