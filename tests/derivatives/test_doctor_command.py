@@ -104,3 +104,11 @@ def test_bad_input_is_one_line_and_exit_code_2(doctor, arguments, message):
     assert out.returncode == 2
     assert len(out.stderr.strip().splitlines()) == 1
     assert message in out.stderr
+
+
+def test_a_module_that_does_not_compile_is_bad_input(doctor, tmp_path):
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    out = doctor("--derivatives", "torn:f", "--shape", "2")
+    assert out.returncode == 2
+    assert len(out.stderr.strip().splitlines()) == 1
+    assert "importing torn failed with SyntaxError" in out.stderr

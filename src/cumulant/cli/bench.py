@@ -141,7 +141,10 @@ def _command(name: str, title: str) -> Callable[..., None]:
 
         before = torch.get_num_threads()
         module = import_module(f"cumulant.lab.bench.{name}")
-        torch.set_num_threads(getattr(module, "THREADS", threads or before))
+        fixed = getattr(module, "THREADS", None)
+        if fixed is not None and threads not in (None, fixed):
+            raise InputError(f"bench {name} measures on one thread; leave out --threads {threads}.")
+        torch.set_num_threads(fixed or threads or before)
         options = " --quick" * quick + (f" --threads {threads}" if threads else "")
         try:
             told = (f"cumulant bench {name}{options}", title)

@@ -199,6 +199,11 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
             f"--derivatives {name}: {said}. Give module:function, without .py; the module is in "
             "this folder, or installed."
         ) from None
+    except Exception as error:  # its own code
+        raise InputError(
+            f"--derivatives {name}: importing {module_name} failed with "
+            f"{type(error).__name__}: {error}."
+        ) from None
     finally:
         sys.path.remove("")
     if shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -49,7 +50,7 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            raise InputError(f"there is no command {cmd_name!r}; there are {', '.join(COMMANDS)}.")
         return _Deferred(cmd_name, help=COMMANDS[cmd_name][2])
 
 
@@ -78,13 +79,28 @@ def version(
         typer.echo(context.get_help())
 
 
+# What typer raises for options and values it cannot read; the class comes from its copy of click.
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _usage(error: Any) -> str:
+    """Typer's message in one line, and where to read more; typer would print a box."""
+    said = " ".join(str(error.format_message()).split()).rstrip(".")
+    said = re.sub(r"Invalid value for '([^']+)': Input should (be [^,]+).*", r"\1 must \2", said)
+    return f"{said}; see {getattr(error.ctx, 'command_path', 'cumulant')} --help."
+
+
 def main() -> None:
     """Run the command; bad input prints one line and exits with 2, lost processes exit with 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal without such characters
             stream.reconfigure(errors="replace")
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _USAGE as error:
+        typer.echo(f"cumulant: {printable(_usage(error))}", err=True)
+        sys.exit(2)
     except InputError as error:
         typer.echo(f"cumulant: {printable(error)}", err=True)
         sys.exit(2)

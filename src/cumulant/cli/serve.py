@@ -64,13 +64,13 @@ def serve(
             import_module(package)
         except ModuleNotFoundError:
             raise InputError(f"serve needs {package}: pip install '.[serve]'.") from None
+    listening = _listen(host, port)
     if host not in LOOPBACK:
         typer.echo(
             f"cumulant: warning: {host} is open to the network; whoever learns the address can "
             "read what you type and use your processor. The connection is not encrypted.",
             err=True,
         )
-    listening = _listen(host, port)
     own, number = listening.getsockname()[:2]
     token = _token(fresh)
     name = f"[{own}]" if ":" in own else own
@@ -87,7 +87,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
     except OSError as error:
-        hint = " Try --port 0." if port else ""
+        taken = port and not isinstance(error, socket.gaierror)
+        hint = " Try --port 0." if taken else ""
         raise InputError(f"cannot listen on {host}:{port}: {error.strerror}.{hint}") from None
     listening.listen(128)
     return listening
