@@ -17,6 +17,7 @@ QUIET = [
 
 
 def main() -> None:
+    """Open the page as asked for, and write the picture."""
     options = argparse.ArgumentParser(description="Photograph a written page.")
     options.add_argument("page", type=Path)
     options.add_argument("picture", type=Path)

@@ -61,7 +61,7 @@ _BENCHES = {
         "What the front page says",
         """The comparisons of the README, at its shapes, on one thread: the fastest of the rounds.
 
-        The report measures the same. About four minutes; --quick, without the longest, takes one.""",
+        The report measures the same. About four minutes; --quick takes one.""",
     ),
     "calculus": (
         "What the calculus of attention costs",
