@@ -39,7 +39,7 @@ Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Only what is quick to measure, to check that it runs; targets are for full runs.",
+        help="Only quick measurements, to check that it runs; targets are for full runs.",
     ),
 ]
 Threads = Annotated[
@@ -116,7 +116,7 @@ _BENCHES = {
         "What training costs",
         """A training step of our transformer against the same model on torch's attention.
 
-        Other kernels beside it. About a minute; --quick takes ten seconds.""",
+        Times other kernels too. About a minute; --quick takes ten seconds.""",
     ),
     "lens": (
         "What the lens costs",

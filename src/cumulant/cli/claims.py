@@ -42,7 +42,9 @@ def claims(
     ] = None,
     update: Annotated[
         bool,
-        typer.Option("--update", help="Renew these claims in the ledger in -o; keep the others."),
+        typer.Option(
+            "--update", help="Run only these claims again in the ledger of -o; keep the others."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
@@ -57,7 +59,7 @@ def claims(
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
     cumulant claims -o ledger/           with figures and a page; about 20 minutes
-    cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
+    cumulant claims -o ledger/ --only T14 --update    run T14 again, keep the others
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
     With -o, repeat the command to resume an interrupted run. The exit code is 1

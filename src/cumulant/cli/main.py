@@ -56,7 +56,6 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Cumulant, the calculus of attention.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -69,7 +68,17 @@ def version(
         False, "--version", help="Print the version and exit.", is_eager=True
     ),
 ) -> None:
-    """Cumulant, the calculus of attention."""
+    """Cumulant, the calculus of attention.
+
+    \b
+    cumulant lens                what attention does in a small model, as a page
+    cumulant serve               the same for text that you type, in the browser
+    cumulant filter --example    regimes of a time series
+    cumulant claims --quick      the paper's claims, tested in minutes
+    cumulant doctor              what is installed and which engine runs
+
+    Each command has its own --help, with examples.
+    """
     if show:
         from cumulant import __version__
 

@@ -41,14 +41,14 @@ def serve(
     ] = True,
     fresh: Annotated[
         bool,
-        typer.Option("--new-token", help="Make a new token, so that earlier addresses end."),
+        typer.Option("--new-token", help="Make a new token; earlier addresses stop working."),
     ] = False,
 ) -> None:
     """Show what attention does with your own text, live in the browser.
 
     Type a text and see entropy, G, received mass and more on its tokens, head by
     head; change a head's temperature, leave out a layer, swap a word, and see
-    what becomes of it. Nothing leaves this machine.
+    what changes. Nothing leaves this machine.
 
     \b
     cumulant serve                       MiniLM, and the browser opens
