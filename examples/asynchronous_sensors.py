@@ -1,9 +1,9 @@
-"""Two sensors that report when they please: a radar on a beat of its own, a beacon now and then.
+"""Two sensors that report at different times: a radar at a fixed rate, a beacon irregularly.
 
 A vehicle moves at 50 m/s, straight and in turns. A radar sees its position every 4 seconds with
 noise of 25 m; a beacon sends it at irregular times, 3 seconds apart on average, with noise of 8 m.
-Reports of both are put in one line by time. Each step of the filter is as long as the time since
-the last report, and the sensor that is silent is a missing observation: NaN.
+Their reports are sorted by time. Each step of the filter is as long as the time since the last
+report, and a silent sensor is a missing observation: NaN.
 
     radar, beacon    one sensor alone, at its own times
     whole seconds    both, each report moved to the nearest second, as a filter with a fixed step

@@ -1,10 +1,10 @@
-"""Three associative memories are asked for handwritten digits that are partly wrong or hidden.
+"""Three associative memories recall handwritten digits from corrupted or half-hidden copies.
 
-Stored are 3 or 40 of scikit-learn's digits, 8 x 8 pixels of -1 and 1. A digit counts as recalled if
-the signs of what comes back differ from it in at most two pixels; beside it, how often the stored
-digit most like the query is the right one. Digits look alike, so the matrix of the classical
-Hopfield network and of linear attention holds mostly what they share; the dense memory (attention)
-separates them.
+They store 3 or 40 of scikit-learn's digits, 8 x 8 pixels of -1 and 1. A digit counts as recalled if
+the retrieved signs differ from it in at most two pixels. For comparison: how often the stored digit
+most like the query is the right one. Digits look alike, so the matrix of the classical Hopfield
+network and of linear attention holds mostly what they share; the dense memory (attention) separates
+them.
 Run it: python examples/digits_memory.py [picture.png] (needs scikit-learn, and matplotlib to draw)
 """
 

@@ -1,4 +1,4 @@
-"""One small GPT-2 trained twice: at a large learning rate its attention collapses, and it is told.
+"""One small GPT-2 trained twice; at a large learning rate attention collapses, and an alarm rings.
 
 The texts are random words whose second half repeats the first, so that attention has something to
 learn. There is no QK-norm. At 0.003 training goes well; at 0.1 the scores grow within a few steps,

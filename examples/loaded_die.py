@@ -1,8 +1,8 @@
-"""Jaynes' die: what an average tells about the faces.
+"""Jaynes' die: what the average says about the faces.
 
-A die was thrown many times and averaged 4.5. The least committed weights with that mean are the
-fair die tilted; the link says by how much, the dual how far that is from fair: the chance that n
-throws of a fair die average so much decays like exp(-n KL).
+A die was thrown many times and averaged 4.5. The maximum-entropy weights with that mean are the
+fair die, tilted. The link gives the tilt, and the dual the distance KL from the fair die: the
+chance that n throws of a fair die average that much decays like exp(-n KL).
 Run it: python examples/loaded_die.py
 """
 

@@ -176,7 +176,7 @@ def draw(data: Flights, all_found: dict[str, Found], path: str) -> None:
             top.plot(seconds, gone, label=name, **look)
         top.set(title=f"error over {FLIGHTS} flights, m", ylim=(0, 140))
         top.legend(loc="upper right", ncols=3)
-        for mode, color in enumerate((COLORS[2], COLORS[3], COLORS[5])):
+        for mode, color in enumerate((COLORS[2], COLORS[3], COLORS[4])):
             for name, dash in (("GPB2", ":"), ("GPB2, smoothed", "-")):
                 label = MODES[mode] if dash == "-" else None
                 p = all_found[name].modes[one, :, mode]

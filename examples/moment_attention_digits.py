@@ -2,26 +2,26 @@
 
 A picture of scikit-learn's digits is a sequence of 8 rows; a class token attends to them and is
 read by a linear map. The network is trained on nearly clean pictures. Then some rows of each test
-picture get strong noise of known variance, and there are seven ways to go on:
+picture get strong noise of known variance. Seven ways to proceed are compared:
 
     means        the network sees the noisy rows and nothing else
     temperature  the same, its logits divided by a number fitted on validation pictures as noisy
-    covariances  the same weights in cm.nn.MomentAttention, told the variance of every row, and
+    covariances  the same weights in cm.nn.MomentAttention, given the variance of every row, and
                  softmax averaged over the Gaussian logits
     sampled      the same weights, 32 passes with rows drawn around those seen
     shrunk       the same weights, rows first drawn to their prior mean as the noise demands (a
                  Gaussian prior of every row, from the training pictures)
     shrunk, cov. both: mean and covariance of every row given what is seen of it
-    retrained    another network, trained on noisy pictures and told the noise of every row
+    retrained    another network, trained on noisy pictures and given the noise of every row
 
-Found: without a prior, carrying the covariance leaves the answers as they are and mends how sure
-the network is of them, strongly so where the noise is strong (where 32 passes mend it more). With
-the prior, shrinking mends answers too, and the covariance then adds little, at weak noise less than
-nothing (rows count as independent given what is seen, which they are not). A network trained on
-this noise has the best answers and likelihood, while the noise is like that in training.
+Results: without a prior, carrying the covariance leaves the answers unchanged and improves their
+calibration, most where the noise is strong (where 32 passes improve it more). With the prior,
+shrinking improves the answers too; the covariance then adds little, and hurts at weak noise (rows
+count as independent given what is seen, which they are not). A network trained on this noise has
+the best answers and likelihood, as long as the noise is like that in training.
 
-Form and reading of the covariances are chosen on the validation part; the test part is only
-counted. Run it: python examples/moment_attention_digits.py [picture.png] (needs scikit-learn, and
+Form and reading of the covariances are chosen on the validation part; the test part only gives the
+results. Run it: python examples/moment_attention_digits.py [picture.png] (needs scikit-learn, and
 matplotlib to draw; less than a minute on one core)
 """
 

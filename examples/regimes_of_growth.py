@@ -4,8 +4,8 @@ Quarterly growth is one of two means plus noise, and a Markov chain says which. 
 for both regimes, the lower mean is that of recessions. NBER's dates played no part in the fit, yet
 its smoothed probabilities find 26 of 30 recession quarters and 162 of 172 others; the recession of
 2001, in which growth hardly fell, is missed. With a variance for each regime the likelihood is far
-higher, but the regimes are others: loud times, mostly before 1984, and quiet ones after, with means
-that do not differ. What regimes are is decided by what may differ between them.
+higher, but the regimes differ: volatile times, mostly before 1984, and quiet ones after, with equal
+means. What you let switch decides what the regimes are.
 
 The data come with statsmodels, which also fits the same models: it finds the same maxima, in less
 time. Without it, the regimes are those of the inflation series that ships with the package.

@@ -1,4 +1,4 @@
-"""SimCLR (Chen et al., 2020) on scikit-learn's digits: what pictures without labels are worth.
+"""SimCLR (Chen et al., 2020) on scikit-learn's digits: what unlabeled pictures are worth.
 
 A small convolutional network learns, from two random views of every training picture, to tell which
 views belong together. Then a linear classifier is fitted with few labels: on the pixels, on what

@@ -1,9 +1,9 @@
 """word2vec on Jane Austen's novels: skip-gram with negative sampling (Mikolov et al., 2013).
 
-Words that occur in like company get like vectors: weekdays find weekdays, sisters brothers. And the
-theory of negative sampling is put to the test: at the optimum the inner product of a word and a
+Words with similar contexts get similar vectors: weekdays find weekdays, sisters brothers. The
+script also tests the theory of negative sampling: at the optimum the inner product of a word and a
 context, plus log k, is log p(context | word) / proposal(context) (Levy and Goldberg, 2014; T24), as
-far as vectors of 64 numbers can follow. Counted are the pairs that were trained on.
+closely as vectors of 64 numbers can follow. It counts the pairs that were trained on.
 Run it: python examples/word2vec.py (about a minute)
 """
 

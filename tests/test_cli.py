@@ -71,7 +71,21 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
         assert out.returncode == 2
         assert len(out.stderr.strip().splitlines()) == 1
         assert out.stderr.startswith("cumulant: ")
-    assert run("bench", "nonsense").returncode == 2
+    assert "cumulant bench --help" in refused("bench", "nonsense")
+    assert "leave out --threads 2" in refused("bench", "front", "--threads", "2")
+    assert "there is no command 'filtr'; there are report," in refused("filtr")
+    assert "--rounds must be a valid integer" in refused("bench", "front", "--rounds", "x")
+    assert "--forecast" in refused("filter", "--forcast", "3")
+
+
+def refused(*arguments):
+    """What a command says as it refuses its arguments: one line."""
+    out = run(*arguments)
+    assert out.returncode == 2, arguments
+    assert out.stdout == ""
+    (line,) = out.stderr.splitlines()
+    assert line.startswith("cumulant: ")
+    return line
 
 
 def test_bench_distributed(tmp_path):
@@ -128,6 +142,16 @@ def test_simulate_writes_data_and_pictures(tmp_path):
         trajectory.final, [1.0, 2.0], beta=9.0, contraction=cm.dynamics.Sphere()
     )
     assert (joined.final - expected.final).abs().max() < 1e-6
+
+
+def test_simulate_names_the_option_or_the_file_at_fault(tmp_path):
+    assert "--points must be at least 1, not 0" in refused("simulate", "--points", "0")
+    assert "--dimension must be at least 1" in refused("simulate", "--dimension", "-3")
+    assert "is a folder" in refused("simulate", tmp_path)
+    (tmp_path / "a.npy").write_text("x")
+    said = refused("simulate", tmp_path / "a.npy")
+    assert "numpy saved" in said
+    assert "allow_pickle" not in said  # numpy's advice, which nobody should follow
 
 
 def test_simulate_your_own_points(tmp_path):

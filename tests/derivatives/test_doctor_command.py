@@ -104,3 +104,30 @@ def test_bad_input_is_one_line_and_exit_code_2(doctor, arguments, message):
     assert out.returncode == 2
     assert len(out.stderr.strip().splitlines()) == 1
     assert message in out.stderr
+
+
+def test_a_module_that_does_not_compile_is_bad_input(doctor, tmp_path):
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    out = doctor("--derivatives", "torn:f", "--shape", "2")
+    assert out.returncode == 2
+    assert len(out.stderr.strip().splitlines()) == 1
+    assert "importing torn failed with SyntaxError" in out.stderr
+
+
+ATTENTION = """
+from torch import nn
+
+layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
+
+def loss(x):
+    return layer(x, x, x, need_weights=False)[0].square().sum()
+"""
+
+
+def test_attention_inside_a_layer_comes_with_its_remedy(doctor, tmp_path):
+    (tmp_path / "deep.py").write_text(ATTENTION)
+    out = doctor("--derivatives", "deep:loss", "--shape", "1,3,4")
+    assert out.returncode == 1
+    assert "multi_head_attention_forward: F FF FR RF RR not supported" in out.stdout
+    assert "issues/128971" in out.stdout
+    assert "sdpa_replaced()" in out.stdout

@@ -214,6 +214,11 @@ def test_columns_are_never_dropped_in_silence(file, cumulant, tmp_path):
         (None, ["--switching", "coefficients"], "--switching must name some of mean, variance"),
         (None, ["--ar", "-1"], "--ar must be from 0 to 12"),
         (lambda x: x[:5], [], "4 observations cannot tell 5 parameters; ask for fewer regimes"),
+        (
+            lambda x: [x[0], *(f"{r.split(',')[0]},5" for r in x[1:])],
+            [],
+            "every observation is 5, so there are no regimes to find",
+        ),
         (None, ["--starts", "0"], "--starts must be from 1 to 1000"),
         (None, ["--fit"], "--regimes makes and fits its own model"),
         (None, ["--model", "m.toml"], "--regimes makes and fits its own model"),

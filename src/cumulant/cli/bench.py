@@ -39,7 +39,7 @@ Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Only what is quick to measure, to check that it runs; targets are for full runs.",
+        help="Only quick measurements, to check that it runs; targets are for full runs.",
     ),
 ]
 Threads = Annotated[
@@ -61,7 +61,7 @@ _BENCHES = {
         "What the front page says",
         """The comparisons of the README, at its shapes, on one thread: the fastest of the rounds.
 
-        The report measures the same. About four minutes; --quick leaves out what takes seconds.""",
+        The report measures the same. About four minutes; --quick takes one.""",
     ),
     "calculus": (
         "What the calculus of attention costs",
@@ -116,7 +116,7 @@ _BENCHES = {
         "What training costs",
         """A training step of our transformer against the same model on torch's attention.
 
-        Other kernels beside it. About a minute; --quick takes ten seconds.""",
+        Times other kernels too. About a minute; --quick takes ten seconds.""",
     ),
     "lens": (
         "What the lens costs",
@@ -141,7 +141,10 @@ def _command(name: str, title: str) -> Callable[..., None]:
 
         before = torch.get_num_threads()
         module = import_module(f"cumulant.lab.bench.{name}")
-        torch.set_num_threads(getattr(module, "THREADS", threads or before))
+        fixed = getattr(module, "THREADS", None)
+        if fixed is not None and threads not in (None, fixed):
+            raise InputError(f"bench {name} measures on one thread; leave out --threads {threads}.")
+        torch.set_num_threads(fixed or threads or before)
         options = " --quick" * quick + (f" --threads {threads}" if threads else "")
         try:
             told = (f"cumulant bench {name}{options}", title)

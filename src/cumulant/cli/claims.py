@@ -41,7 +41,9 @@ def claims(
     ] = None,
     update: Annotated[
         bool,
-        typer.Option("--update", help="Renew these claims in the ledger in -o; keep the others."),
+        typer.Option(
+            "--update", help="Run only these claims again in the ledger of -o; keep the others."
+        ),
     ] = False,
     processes: Annotated[
         int | None,
@@ -59,8 +61,13 @@ def claims(
     cumulant claims --quick              all of them, in less than a minute
     cumulant claims --only T14           one, with its numbers, bounds and reasons
     cumulant claims --evidence empirical claims decided by trained models or text
+<<<<<<< HEAD
     cumulant claims -o ledger/           with figures and a page; about five minutes
     cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
+=======
+    cumulant claims -o ledger/           with figures and a page; about 20 minutes
+    cumulant claims -o ledger/ --only T14 --update    run T14 again, keep the others
+>>>>>>> wnew
     cumulant claims --json | jq '.claims[] | {id, verdict}'
 
     With -o, repeat the command to resume an interrupted run. The exit code is 1

@@ -51,7 +51,7 @@ def doctor(
         bool,
         typer.Option(
             "--self-test",
-            help="Validate the Triton kernels on this GPU, choose the fastest tiles, keep both.",
+            help="Check the Triton kernels on this GPU, find the fastest tiles, and save both.",
         ),
     ] = False,
     output: Annotated[
@@ -63,8 +63,8 @@ def doctor(
     """Show versions, engines and missing extras; check derivatives, or the kernels on this GPU.
 
     F is forward mode, R is reverse mode; RF is reverse over forward. Exits with 0 if everything is
-    right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input. The self-test takes
-    seconds once Triton has compiled its 192 kernels, which the first run waits for.
+    right, 1 if a derivative is wrong, not supported or unclear, 2 on bad input. The first self-test
+    waits for Triton to compile 192 kernels; later ones take seconds.
 
     \b
     cumulant doctor                                          versions, engines, extras
@@ -198,6 +198,11 @@ def _target(name: str, shapes: list[str], seed: int) -> tuple[Any, Any]:
         raise InputError(
             f"--derivatives {name}: {said}. Give module:function, without .py; the module is in "
             "this folder, or installed."
+        ) from None
+    except Exception as error:  # its own code
+        raise InputError(
+            f"--derivatives {name}: importing {module_name} failed with "
+            f"{type(error).__name__}: {error}."
         ) from None
     finally:
         sys.path.remove("")

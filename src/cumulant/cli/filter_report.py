@@ -144,8 +144,9 @@ def tell(
     gone = int(series.values.isnan().sum())
     missing = f", {gone} of {cells} observations missing" if gone else ""
     # What a fit takes as given does not count in its likelihood, which the table shows.
-    told = "" if ready else f"log-likelihood {float(post.log_likelihood):.3f} "
-    console.print(f"{told}({post.steps} steps{missing})")
+    steps = f"{post.steps} steps{missing}"
+    likelihood = f"log-likelihood {float(post.log_likelihood):.3f} ({steps})"
+    console.print(steps if ready else likelihood)
     if learned is not None and not ready:
         console.print("fitted; each regime keeps the name of the one in the model it matches:")
         for change in learned.regimes:

@@ -182,6 +182,11 @@ def _work(
 def _regimes(run: _Run, asked: Regimes, collapse: str | int) -> _Run:
     """The run with a ready model, fitted; names are those of the fitted order."""
     y = run.series.values
+    seen = y[~y.isnan()]
+    if len(seen) > 1 and bool((seen == seen[0]).all()):
+        raise InputError(
+            f"every observation is {float(seen[0]):g}, so there are no regimes to find."
+        )
     free = sum(block.size for block in coordinates(started(run.model, y)).blocks)
     if (there := int((~y.isnan()).sum())) <= free:
         raise InputError(

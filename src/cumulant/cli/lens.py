@@ -42,7 +42,7 @@ def lens(
         list[str] | None,
         typer.Option(
             "--with",
-            help="An expensive statistic; repeatable. "
+            help="Expensive statistics; repeatable or comma-separated. "
             + " ".join(f"{name}: {cost}." for name, cost in EXTRAS.items())
             + " Or: all.",
         ),
@@ -65,7 +65,7 @@ def lens(
     cumulant lens --model path/to/model --file essay.txt -o essay/
     cumulant lens --jsonl corpus.jsonl --windows -o corpus/
     cumulant lens --file other.txt -o other/ --against essay/
-    cumulant lens --with link --with sensitivity
+    cumulant lens --with link,sensitivity
     cumulant lens --model path/to/vit --image cat.jpg -o cat/
     torchrun --nproc-per-node 4 -m cumulant lens --jsonl corpus.jsonl -o corpus/
 
@@ -77,5 +77,5 @@ def lens(
 
     run_lens(
         *(model, text, file or (), jsonl, field, image or (), output, windows, batch_size),
-        *(extras or (), against, as_json),
+        *([name.strip() for given in extras or () for name in given.split(",")], against, as_json),
     )

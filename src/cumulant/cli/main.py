@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -49,13 +50,12 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            raise InputError(f"there is no command {cmd_name!r}; there are {', '.join(COMMANDS)}.")
         return _Deferred(cmd_name, help=COMMANDS[cmd_name][2])
 
 
 app = typer.Typer(
     cls=_Commands,
-    help="Cumulant, the calculus of attention.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -68,7 +68,17 @@ def version(
         False, "--version", help="Print the version and exit.", is_eager=True
     ),
 ) -> None:
-    """Cumulant, the calculus of attention."""
+    """Cumulant, the calculus of attention.
+
+    \b
+    cumulant lens                what attention does in a small model, as a page
+    cumulant serve               the same for text that you type, in the browser
+    cumulant filter --example    regimes of a time series
+    cumulant claims --quick      the paper's claims, tested in minutes
+    cumulant doctor              what is installed and which engine runs
+
+    Each command has its own --help, with examples.
+    """
     if show:
         from cumulant import __version__
 
@@ -78,13 +88,28 @@ def version(
         typer.echo(context.get_help())
 
 
+# What typer raises for options and values it cannot read; the class comes from its copy of click.
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _usage(error: Any) -> str:
+    """Typer's message in one line, and where to read more; typer would print a box."""
+    said = " ".join(str(error.format_message()).split()).rstrip(".")
+    said = re.sub(r"Invalid value for '([^']+)': Input should (be [^,]+).*", r"\1 must \2", said)
+    return f"{said}; see {getattr(error.ctx, 'command_path', 'cumulant')} --help."
+
+
 def main() -> None:
     """Run the command; bad input prints one line and exits with 2, lost processes exit with 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # formulas on a terminal without such characters
             stream.reconfigure(errors="replace")
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _USAGE as error:
+        typer.echo(f"cumulant: {printable(_usage(error))}", err=True)
+        sys.exit(2)
     except InputError as error:
         typer.echo(f"cumulant: {printable(error)}", err=True)
         sys.exit(2)

@@ -41,14 +41,14 @@ def serve(
     ] = True,
     fresh: Annotated[
         bool,
-        typer.Option("--new-token", help="Make a new token, so that earlier addresses end."),
+        typer.Option("--new-token", help="Make a new token; earlier addresses stop working."),
     ] = False,
 ) -> None:
     """Show what attention does with your own text, live in the browser.
 
     Type a text and see entropy, G, received mass and more on its tokens, head by
     head; change a head's temperature, leave out a layer, swap a word, and see
-    what becomes of it. Nothing leaves this machine.
+    what changes. Nothing leaves this machine.
 
     \b
     cumulant serve                       MiniLM, and the browser opens
@@ -64,13 +64,13 @@ def serve(
             import_module(package)
         except ModuleNotFoundError:
             raise InputError(f"serve needs {package}: pip install '.[serve]'.") from None
+    listening = _listen(host, port)
     if host not in LOOPBACK:
         typer.echo(
             f"cumulant: warning: {host} is open to the network; whoever learns the address can "
             "read what you type and use your processor. The connection is not encrypted.",
             err=True,
         )
-    listening = _listen(host, port)
     own, number = listening.getsockname()[:2]
     token = _token(fresh)
     name = f"[{own}]" if ":" in own else own
@@ -87,7 +87,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
     except OSError as error:
-        hint = " Try --port 0." if port else ""
+        taken = port and not isinstance(error, socket.gaierror)
+        hint = " Try --port 0." if taken else ""
         raise InputError(f"cannot listen on {host}:{port}: {error.strerror}.{hint}") from None
     listening.listen(128)
     return listening

@@ -53,6 +53,8 @@ def read_points(source: str, points: int | None, dimension: int, seed: int) -> S
         ) from None
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror}.") from None
+    if path.is_dir():
+        raise InputError(f"{source} is a folder; name a file of points.")
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -73,6 +75,8 @@ def read_points(source: str, points: int | None, dimension: int, seed: int) -> S
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "pickle" in reason:  # numpy's advice is to load it unsafely
+            reason = "it is not an array that numpy saved"
         raise InputError(f"{source} does not hold a table of numbers: {reason}") from None
     if out.ndim < 2:
         raise InputError(f"{source} must hold one point per row; its shape is {tuple(out.shape)}.")
@@ -155,7 +159,7 @@ def run_simulation(
     as_json: bool,
 ) -> None:
     """Simulate, with the options of the command in its order."""
-    _check_options(contraction, time, steps)
+    _check_options(contraction, time, steps, points, dimension)
     real("simulate", "--cluster-distance", cluster_distance, least=0.0)
     _writable("output", output, (".npz",))
     _writable("picture", picture, (".png", ".svg", ".pdf"))
@@ -185,15 +189,18 @@ def run_simulation(
     _report(run, as_json, written, cluster_distance)
 
 
-def _check_options(contraction: str | None, time: float | None, steps: int) -> None:
+def _check_options(
+    contraction: str | None, time: float | None, steps: int, points: int | None, dimension: int
+) -> None:
     if contraction is not None and contraction not in CONTRACTIONS:
         raise InputError(
             f"--contraction must be one of {', '.join(CONTRACTIONS)}, not {contraction!r}."
         )
     if time is not None and not (time > 0 and math.isfinite(time)):
         raise InputError(f"--time must be positive, not {time}.")
-    if steps < 1:
-        raise InputError(f"--steps must be at least 1, not {steps}.")
+    for name, count in (("steps", steps), ("points", points), ("dimension", dimension)):
+        if count is not None and count < 1:
+            raise InputError(f"--{name} must be at least 1, not {count}.")
 
 
 def _run(

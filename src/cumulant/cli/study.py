@@ -36,7 +36,7 @@ def study(
     listed: Annotated[bool, typer.Option("--list", help="List the studies and exit.")] = False,
     only: Only = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A small problem, to see it work; decides nothing.")
+        bool, typer.Option("--quick", help="A small problem, to see it work; it decides nothing.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -62,7 +62,7 @@ def study(
 
     \b
     cumulant study --list
-    cumulant study why-exponential --quick       the machinery, in a minute
+    cumulant study why-exponential --quick       to see it work, in a minute
     cumulant study which-weights -o results/     the whole study; -o resumes
     cumulant study mine.toml -o results/         a study of your own
     cumulant study why-exponential --only exp,relu2 --json --quick

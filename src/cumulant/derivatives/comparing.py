@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def compare(problem: Problem, options: Options) -> tuple[Row, ...]:
             scalar = partial(_watched, problem, seen)
             value = evaluate_word(word, scalar, problem.point, directions[:n])
         except Exception as error:
-            note = (str(error).strip().splitlines() or [""])[0][:100]
+            note = shorten((str(error).strip().splitlines() or [""])[0], 160, placeholder=" ...")
             rows.append(Row(word, "not supported", note=f"{type(error).__name__}: {note}"))
             continue
         if any(not abs(x - base) <= 1e-9 * max(problem.scale, abs(base)) for x in seen):

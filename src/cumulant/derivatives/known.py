@@ -28,6 +28,11 @@ def _entry(number: int, summary: str, remedy: str) -> KnownFault:
     return KnownFault(f"{_ISSUES}{number}", remedy, summary)
 
 
+_ATTENTION = _entry(
+    128971,
+    "the fused kernels have no forward mode and no second derivative",
+    "use cumulant.scaled_dot_product_attention, sdpa_replaced() or differentiable()",
+)
 _LINEAR_ALGEBRA = "the forward-mode rule treats a saved factorization as a constant"
 
 # By the last part of torch's name for the function: F.layer_norm and torch.layer_norm are one.
@@ -36,11 +41,8 @@ KNOWN: dict[str, KnownFault] = {
     "native_layer_norm": _entry(196700, "the forward-mode rule is not differentiable", _OURS),
     "batch_norm": _entry(196699, "the forward-mode rule is not differentiable", _OURS),
     "instance_norm": _entry(196699, "it is computed by batch_norm", _OURS),
-    "scaled_dot_product_attention": _entry(
-        128971,
-        "the fused kernels have no forward mode and no second derivative",
-        "use cumulant.scaled_dot_product_attention, sdpa_replaced() or differentiable()",
-    ),
+    "scaled_dot_product_attention": _ATTENTION,
+    "multi_head_attention_forward": _ATTENTION,  # calls it by itself
     "solve": _entry(196695, _LINEAR_ALGEBRA, _OURS),
     "det": _entry(196696, _LINEAR_ALGEBRA, _OURS),
     "slogdet": _entry(196697, _LINEAR_ALGEBRA, _OURS),

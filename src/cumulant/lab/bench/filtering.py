@@ -22,6 +22,7 @@ from cumulant.lab.bench.timing import Row, interleave, row
 
 __all__ = ["run"]
 
+THREADS = 1
 D = torch.float64
 _STATSMODELS = "statsmodels MarkovAutoregression"
 _REPEATS = 20  # of calls of about a millisecond, which a fit makes one after another
@@ -211,7 +212,7 @@ def run(
 ) -> list[Row]:
     """Measure everything on one thread; `progress` is called before every single run."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     try:
         return _run(rounds, quick, progress)
     finally:

@@ -154,14 +154,23 @@ def short(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
-def machine(threads: int | None = None) -> str:
-    """The machine and software the numbers come from; by default the threads are torch's own."""
-    model = platform.processor() or platform.machine()
+def processor() -> dict[str, str]:
+    """What Linux says of the first processor; elsewhere nothing."""
     try:
         with open("/proc/cpuinfo") as info:
-            model = next(x.split(":")[1].strip() for x in info if x.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+            first = info.read().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def machine(threads: int | None = None) -> str:
+    """The machine and software the numbers come from; by default the threads are torch's own."""
+    found = processor()
+    model = found.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in found:  # a virtual machine may call every generation AMD EPYC
+        model += f" (family {found['cpu family']} model {found.get('model', '?')})"
     threads = threads or torch.get_num_threads()
     capability, native = torch.backends.cpu.get_cpu_capability(), engines()["native"]
     built = f"engine {native.instruction_set}" if native.available else "no compiled engine"

@@ -81,7 +81,7 @@ def select(names: Iterable[str] = (), *, evidence: str | None = None) -> list[Cl
         InputError: no claim has that id, or that evidence; the known ones are listed.
     """
     if evidence is not None and evidence not in EVIDENCE:
-        raise InputError(f"evidence must be one of {', '.join(EVIDENCE)}, got {evidence!r}.")
+        raise InputError(f"evidence must be one of {', '.join(EVIDENCE)}, not {evidence!r}.")
     known = claims()
     by_name = {name.lower(): name for name in known}
     wanted: set[str] = set()
