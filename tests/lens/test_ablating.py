@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -284,13 +285,19 @@ def test_contexts_nest(bert):
 def test_errors_say_what_there_is(bert):
     with pytest.raises(cm.InputError, match=r"no part 'heads'; the parts are query_key, uniform"):
         cm.lens.ablate(bert, "heads")
+    with pytest.raises(cm.InputError, match="Linear has no attention layers; pass a Hugging Face"):
+        cm.lens.ablate(torch.nn.Linear(3, 3), "uniform")
+    with pytest.raises(cm.InputError, match="a layer must be an integer, not True"):
+        cm.lens.ablate(bert, "uniform", True)
     with pytest.raises(cm.InputError, match="layers 0 to 2, not 3, 7"):
         cm.lens.ablate(bert, "uniform", layers=[0, 3, 7])
     with pytest.raises(cm.InputError, match="pass fit="):
         cm.lens.ablate(bert, "query_key")
+    strange = torch.nn.Linear(3, 3)
+    strange.config = SimpleNamespace(num_hidden_layers=1)
     with (
         pytest.raises(cm.InputError, match="unknown names"),
-        cm.lens.ablate(torch.nn.Linear(3, 3), "feed_forward", layers=[]),
+        cm.lens.ablate(strange, "feed_forward"),
     ):
         pass
 

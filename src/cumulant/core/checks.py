@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -329,15 +330,16 @@ def broadcast(owner: str, **shapes: Sequence[int]) -> torch.Size:
     return common
 
 
-def whole(owner: str, name: str, value: Any, least: int) -> int:
-    """Return an integer >= `least`."""
+def whole(owner: str, name: str, value: Any, least: int = -sys.maxsize) -> int:
+    """Return an integer, >= `least` if that is given."""
     try:
         truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
         number = -math.inf if truth else operator.index(value)
     except TypeError:
         number = -math.inf
     if number < least:
-        raise InputError(f"{owner}: {name} must be an integer >= {least}, not {value!r}.")
+        bound = "" if least == -sys.maxsize else f" >= {least}"
+        raise InputError(f"{owner}: {name} must be an integer{bound}, not {value!r}.")
     return int(number)
 
 

@@ -73,8 +73,8 @@ def ablate(
             sublayer's output in the intact model; needed for "query_key" and "value_output".
 
     Raises:
-        InputError: an unknown part, layer or head, no inputs to fit on, or a model whose
-            projections or feed-forward layers go by unknown names.
+        InputError: an unknown part, layer or head, no inputs to fit on, or a model that has no
+            attention, or whose projections or feed-forward layers go by unknown names.
 
     >>> import torch, cumulant as cm
     >>> model, tokenizer, *_ = cm.lens.load()
@@ -103,9 +103,13 @@ def _layers(model: nn.Module, layers: Iterable[int] | int | None) -> frozenset[i
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int):
         count = sum(map(is_attention, model.modules()))
+    if count == 0:
+        raise InputError(
+            f"ablate: {type(model).__name__} has no attention layers; pass a Hugging Face model."
+        )
     if layers is None:
         return frozenset(range(count))
-    chosen = frozenset(whole("ablate", "a layer", n, -sys.maxsize) for n in _listed(layers))
+    chosen = frozenset(whole("ablate", "a layer", n) for n in _listed(layers))
     if wrong := sorted(chosen - set(range(count))):
         raise InputError(
             f"ablate: {type(model).__name__} has layers 0 to {count - 1}, not "
