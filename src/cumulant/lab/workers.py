@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from cumulant.core.errors import GroupError
+
 __all__ = ["Workers", "cores", "duration", "report", "stopping"]
 
 T = TypeVar("T")
@@ -51,7 +53,8 @@ class Workers:
     def __init__(self, count: int, *, grace: float = 0.0) -> None:
         context = multiprocessing.get_context("spawn")
         self._told: Any = context.Queue()
-        self._stop: Any = context.Event()
+        # A plain byte: setting an event waits for those that wait for it, dead or alive.
+        self._stop: Any = context.RawValue("b", 0)
         given = (self._told, self._stop, os.getpid(), grace)
         self._pool = ProcessPoolExecutor(count, context, _begin, given)
 
@@ -60,7 +63,7 @@ class Workers:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._stop.set()
+            self._stop.value = 1
         self._pool.shutdown(cancel_futures=True)
 
     def each(
@@ -80,7 +83,7 @@ class Workers:
             waiting: called twice a second.
 
         Raises:
-            RuntimeError: a process died.
+            GroupError: a process died.
         """
         pending: set[Future[R]] = {self._pool.submit(work, x) for x in given}
         while pending:
@@ -91,7 +94,7 @@ class Workers:
                 try:
                     found = future.result()
                 except BrokenProcessPool:
-                    raise RuntimeError(
+                    raise GroupError(
                         "a worker process died, probably for lack of memory: use fewer processes."
                     ) from None
                 yield found
@@ -128,8 +131,8 @@ def _begin(told: Any, stop: Any, parent: int, grace: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.getppid() == parent and not stop.wait(0.5):
-            pass
+        while os.getppid() == parent and not stop.value:
+            time.sleep(0.3)
         _stopping.set()
         time.sleep(grace)
         os._exit(1)  # jobs that were to save their state have done so
