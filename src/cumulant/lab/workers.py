@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
@@ -52,7 +51,7 @@ class Workers:
 
     def __init__(self, count: int, *, grace: float = 0.0) -> None:
         context = multiprocessing.get_context("spawn")
-        self._told: Any = context.Queue()
+        self._told: Any = context.SimpleQueue()
         # A plain byte: setting an event waits for those that wait for it, dead or alive.
         self._stop: Any = context.RawValue("b", 0)
         given = (self._told, self._stop, os.getpid(), grace)
@@ -74,7 +73,7 @@ class Workers:
         told: Callable[[Any], object] = lambda _: None,
         waiting: Callable[[], object] = lambda: None,
     ) -> Iterator[R]:
-        """What ``work`` returns for each argument, in the order in which jobs end.
+        """What ``work`` returns for each argument, about in the order in which jobs end.
 
         Args:
             work: a function that can be pickled; jobs begin in the order of their arguments.
@@ -85,12 +84,13 @@ class Workers:
         Raises:
             GroupError: a process died.
         """
-        pending: set[Future[R]] = {self._pool.submit(work, x) for x in given}
+        number: dict[Future[R], int] = {self._pool.submit(work, x): i for i, x in enumerate(given)}
+        pending = set(number)
         while pending:
             done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             self._drain(told)
             waiting()
-            for future in done:
+            for future in sorted(done, key=number.__getitem__):
                 try:
                     found = future.result()
                 except BrokenProcessPool:
@@ -100,11 +100,8 @@ class Workers:
                 yield found
 
     def _drain(self, told: Callable[[Any], object]) -> None:
-        while True:
-            try:
-                told(self._told.get_nowait())
-            except queue.Empty:
-                return
+        while not self._told.empty():
+            told(self._told.get())
 
 
 _queue: Any = None
@@ -126,7 +123,6 @@ def _begin(told: Any, stop: Any, parent: int, grace: float) -> None:
     """In a new process: one thread; Ctrl-C is the parent's, which says when to stop."""
     global _queue
     _queue = told
-    told.cancel_join_thread()  # nobody may read the last reports
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
