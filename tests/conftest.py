@@ -39,6 +39,7 @@ TIERS = {
         "core/test_core_files.py",
         "fuzz/",
         "integrations/",
+        "lab/test_workers.py",
         "kernels/test_potential.py",
         "laws/test_inverse_sublayer.py",
         "laws/test_population.py",

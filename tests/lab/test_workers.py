@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from cumulant.core.errors import InputError
+from cumulant.core.errors import GroupError
 from cumulant.lab import workers
 from cumulant.lab.workers import Workers, cores, duration
 
@@ -56,7 +56,7 @@ def test_an_error_is_that_of_the_job():
 
 
 def test_a_process_that_dies_is_told():
-    with pytest.raises(InputError, match=r"worker process died.*with fewer"), Workers(2) as both:
+    with pytest.raises(GroupError, match=r"worker process died.*with fewer"), Workers(2) as both:
         list(both.each(os._exit, [3]))
 
 

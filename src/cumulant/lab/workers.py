@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cumulant.core.errors import InputError
+from cumulant.core.errors import GroupError
 
 __all__ = ["Workers", "cores", "duration", "report", "stopping"]
 
@@ -52,8 +51,9 @@ class Workers:
 
     def __init__(self, count: int, *, grace: float = 0.0) -> None:
         context = multiprocessing.get_context("spawn")
-        self._told: Any = context.Queue()
-        self._stop: Any = context.Event()
+        self._told: Any = context.SimpleQueue()
+        # A plain byte: setting an event waits for those that wait for it, dead or alive.
+        self._stop: Any = context.RawValue("b", 0)
         given = (self._told, self._stop, os.getpid(), grace)
         self._pool = ProcessPoolExecutor(count, context, _begin, given)
 
@@ -62,7 +62,7 @@ class Workers:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._stop.set()
+            self._stop.value = 1
         self._pool.shutdown(cancel_futures=True)
 
     def each(
@@ -73,7 +73,7 @@ class Workers:
         told: Callable[[Any], object] = lambda _: None,
         waiting: Callable[[], object] = lambda: None,
     ) -> Iterator[R]:
-        """What ``work`` returns for each argument, in the order in which jobs end.
+        """What ``work`` returns for each argument, about in the order in which jobs end.
 
         Args:
             work: a function that can be pickled; jobs begin in the order of their arguments.
@@ -82,29 +82,27 @@ class Workers:
             waiting: called twice a second.
 
         Raises:
-            InputError: a process died.
+            GroupError: a process died.
         """
-        pending: set[Future[R]] = {self._pool.submit(work, x) for x in given}
+        number: dict[Future[R], int] = {self._pool.submit(work, x): i for i, x in enumerate(given)}
+        pending = set(number)
         while pending:
             done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             self._drain(told)
             waiting()
-            for future in done:
+            for future in sorted(done, key=number.__getitem__):
                 try:
                     found = future.result()
                 except BrokenProcessPool:
-                    raise InputError(
+                    raise GroupError(
                         "a worker process died, perhaps for lack of memory: run the same command "
                         "again with fewer --processes."
                     ) from None
                 yield found
 
     def _drain(self, told: Callable[[Any], object]) -> None:
-        while True:
-            try:
-                told(self._told.get_nowait())
-            except queue.Empty:
-                return
+        while not self._told.empty():
+            told(self._told.get())
 
 
 _queue: Any = None
@@ -126,13 +124,12 @@ def _begin(told: Any, stop: Any, parent: int, grace: float) -> None:
     """In a new process: one thread; Ctrl-C is the parent's, which says when to stop."""
     global _queue
     _queue = told
-    told.cancel_join_thread()  # nobody may read the last reports
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.getppid() == parent and not stop.wait(0.5):
-            pass
+        while os.getppid() == parent and not stop.value:
+            time.sleep(0.3)
         _stopping.set()
         time.sleep(grace)
         os._exit(1)  # jobs that were to save their state have done so
