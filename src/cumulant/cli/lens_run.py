@@ -202,7 +202,7 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
 
 def _lengths(*examinations: Examination | None) -> list[float]:
     """The median length of the texts of each."""
-    tables = [view(x.inputs()) for x in examinations if x is not None]
+    tables: list[Any] = [x.inputs() for x in examinations if x is not None]
     return [float(x["tokens"].median()) for x in tables if len(x)]
 
 

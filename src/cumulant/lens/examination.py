@@ -295,9 +295,9 @@ def _number(name: str, value: Any) -> int:
     """A layer or head by number; a row of a table gives it as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | float) or not hasattr(value, "__index__"):
         raise InputError(f"head: the {name} must be an integer, not {value!r}.")
-    return int(operator.index(value))
+    return operator.index(value)
 
 
 def _wrong(about: Any) -> str:
