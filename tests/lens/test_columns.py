@@ -12,7 +12,6 @@ from transformers import BartConfig, BartModel
 
 import cumulant as cm
 from cumulant.lens.extras import EXTRAS
-from cumulant.lens.pairs import top_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lens.md").read_text("utf-8")
 examine = partial(cm.lens.examine, extras="all")
@@ -40,7 +39,7 @@ def tables():
     model, tokenizer, *_ = cm.lens.load()
     found = examine(model, tokenizer, TEXTS)
     columns = {name: set(table.columns) for name, table in found.tables.items()}
-    columns["top"] = set(top_table(found.top).columns)
+    columns["top"] = set(found._top_table().columns)
     bart = tiny_bart()
     with torch.no_grad(), cm.lens.observe(bart, energy=True, layers=True) as lens:
         bart(torch.randint(5, 60, (2, 8)), decoder_input_ids=torch.randint(5, 60, (2, 6)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from induction_model import SCORE, InductionModel, Numbers
@@ -206,10 +207,15 @@ def test_token_strings_stand_beside_the_numbers(tmp_path):
     texts = ["the cat sat on the mat", "a dog ran"]
     cm.lens.examine(toy_model(), toy_tokenizer(), texts, folder=tmp_path)
     table = cm.lens.Examination.load(tmp_path).table()
+    top = pd.read_parquet(tmp_path / "top.parquet")
     words = [["[CLS]", *text.split(), "[SEP]"] for text in texts]
     for row in table.to_dict("records"):
         assert row["token_text"] == words[row["input"]][row["token"]]
         assert row["top_key_text"] == words[row["input"]][row["top_key"]]
+    for row in top.to_dict("records"):
+        assert row["token_text"] == words[row["input"]][row["token"]]
+        assert row["key_text"] == words[row["input"]][row["key"]]
+    assert list(top.columns)[3:] == ["token", "token_text", "rank", "key", "key_text", "weight"]
 
 
 def test_token_strings_of_both_sides_of_a_translation():
@@ -224,3 +230,7 @@ def test_token_strings_of_both_sides_of_a_translation():
         queries, keys = sides[row["layer"]]
         assert row["token_text"] == queries[row["token"]]
         assert row["top_key_text"] == keys[row["top_key"]]
+    for row in found._top_table().to_dict("records"):
+        queries, keys = sides[row["layer"]]
+        assert row["token_text"] == queries[row["token"]]
+        assert row["key_text"] == keys[row["key"]]

@@ -202,7 +202,7 @@ def _tell(console: Console, found: Examination, page: Path, whose: str | None) -
 
 def _lengths(*examinations: Examination | None) -> list[float]:
     """The median length of the texts of each."""
-    tables = [view(x.inputs()) for x in examinations if x is not None]
+    tables: list[Any] = [x.inputs() for x in examinations if x is not None]
     return [float(x["tokens"].median()) for x in tables if len(x)]
 
 
@@ -221,15 +221,19 @@ def _tell_difference(
             f"[yellow]The texts differ in length ({before:g} and {now:g} tokens). Most statistics "
             "depend on how many keys a token sees: compare texts of equal length.[/yellow]"
         )
-    if "p" in differences:
+    alike = "p" in differences
+    if alike:
         _tell_changed(console, differences)
+    else:
+        console.print("The models differ in layers or heads, so no single heads are compared.")
     console.print("medians over heads, before and now:")
     for name in ("entropy", "effective_keys", "k90_fraction", "self_mass", "sink_mass"):
         rows = differences[differences["statistic"] == name]
         if len(rows):
             before, after = float(rows["first"].median()), float(rows["second"].median())
             console.print(f"{name:>15}  {before:10.4g}  {after:10.4g}")
-    console.print(f"Every statistic of every head is in {as_text(folder / 'comparison.csv')}.")
+    unit = "head" if alike else "quarter of the depth"
+    console.print(f"Every statistic of every {unit} is in {as_text(folder / 'comparison.csv')}.")
 
 
 def _tell_changed(console: Console, differences: Any) -> None:

@@ -238,6 +238,7 @@ _ALL = (
     Column("text", "", "name of the text"),
     Column("rank", "", "1 for the largest weight of the query, up to 5"),
     Column("key", "token number", "number of the key with that weight; -1 for the sink logit"),
+    Column("key_text", "", "that key as text; <sink> for the sink logit"),
     Column("weight", "probability", "the weight, to five decimals"),
 )
 

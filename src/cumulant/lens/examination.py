@@ -23,6 +23,7 @@ from cumulant.lens.pairs import pairs_of, top_table
 from cumulant.lens.partial import ABOUT, claimed, finish_move, is_complete, move_in, outdated
 from cumulant.lens.tables import TOKEN_COLUMNS, pandas
 from cumulant.lens.typed import Table, view
+from cumulant.lens.words import Words, with_words
 
 if TYPE_CHECKING:
     from cumulant.lens.head_picture import HeadAttention, Rerun
@@ -177,12 +178,23 @@ class Examination:
                 shutil.rmtree(own, ignore_errors=True)
         return target
 
+    def _top_table(self) -> DataFrame:
+        """The largest weights of the texts shown, with token strings."""
+        table = top_table(self.top)
+        if not len(table):
+            return table
+        heads: Any = self.heads()
+        rows = heads[["layer", "attention", "module"]].drop_duplicates().itertuples(index=False)
+        sides = {int(n): (kind == "cross", "decoder" in name) for n, kind, name in rows}
+        target = [x[2] for x in self.shown] if all(len(x) > 2 for x in self.shown) else None
+        return with_words(table, Words([x[1] for x in self.shown], target), 0, sides)
+
     def write_rest(self, folder: Path, parts: int) -> None:
         """Write everything but the table of tokens, which has `parts` parts."""
         for name in _SMALL:
             if len(self.tables.get(name, ())):
                 write_table(self.tables[name], folder / f"{name}.parquet", name)
-        if len(top := top_table(self.top)):
+        if len(top := self._top_table()):
             write_table(top, folder / f"{TOP}.parquet", TOP)
         used = {c for x in (*self.tables.values(), top) for c in x.columns} | set(TOKEN_COLUMNS)
         write_json(
@@ -283,9 +295,9 @@ def _number(name: str, value: Any) -> int:
     """A layer or head by number; a row of a table gives it as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | float) or not hasattr(value, "__index__"):
         raise InputError(f"head: the {name} must be an integer, not {value!r}.")
-    return int(operator.index(value))
+    return operator.index(value)
 
 
 def _wrong(about: Any) -> str:

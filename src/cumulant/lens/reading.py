@@ -20,7 +20,7 @@ from cumulant.lens.state import NAMED, State, digest_of
 from cumulant.lens.summary import HeadSums, left_out
 from cumulant.lens.tables import pandas, token_table
 from cumulant.lens.texts import Text
-from cumulant.lens.words import Words, with_words
+from cumulant.lens.words import Words, sides_of, with_words
 
 if TYPE_CHECKING:
     from cumulant.lens.tables import DataFrame
@@ -93,7 +93,7 @@ class Reading:
             ids, texts = encoded.ids[some], encoded.texts[some]
             table = self._measure(recorder, encoded._replace(ids=ids))
             words = self._words(encoded.tokens[some])
-            table = with_words(table, words, state.inputs, recorder.layers)
+            table = with_words(table, words, state.inputs, sides_of(recorder.layers))
             inputs = self._name_inputs(ids, encoded.tokens[some], [names[k] for k in texts])
             if not self.shards.alone:
                 inputs["number"] = [numbers[k] for k in texts]  # by which ranks are merged

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from cumulant.lens.recorder import Layer
     from cumulant.lens.tables import DataFrame
 
-__all__ = ["Words", "with_words"]
+__all__ = ["Sides", "Words", "sides_of", "with_words"]
 
-SINK = "<sink>"  # what top_key -1 is called: the sink logit
+SINK = "<sink>"  # what key -1 is called: the sink logit
+
+Sides = Mapping[int, tuple[bool, bool]]  # by layer: cross-attention?, in a decoder?
 
 
 class Words(NamedTuple):
@@ -26,20 +28,24 @@ class Words(NamedTuple):
     target: Sequence[Sequence[str]] | None = None
 
 
-def with_words(
-    table: DataFrame, words: Words, first: int, layers: Mapping[Any, Layer]
-) -> DataFrame:
+def sides_of(layers: Mapping[Any, Layer]) -> Sides:
+    """Which layers read the target, as queries or as keys too."""
+    return {x.number: (x.cross, "decoder" in x.name) for x in layers.values()}
+
+
+def with_words(table: DataFrame, words: Words, first: int, sides: Sides) -> DataFrame:
     """The table with ``token_text`` after ``token``, and ``top_key_text`` after ``top_key``.
 
+    The table of the largest weights has ``key`` and ``key_text``.
+
     Args:
-        table: of tokens.
+        table: of tokens, or of their largest weights.
         words: of the inputs from number `first` on.
         first: the number of the first input.
-        layers: of the model; those of a decoder read the target.
+        sides: of the layers; those of a decoder read the target.
     """
     rows = view(table)
     number: NDArray[Any] = rows["input"].to_numpy() - first
-    sides = {x.number: (x.cross, "decoder" in x.name) for x in layers.values()}
     flags = [sides.get(int(x), (False, False)) for x in range(max(sides, default=-1) + 1)]
     cross, decoder = np.array(flags, dtype=bool).reshape(-1, 2)[rows["layer"].to_numpy()].T
     if words.target is None:
@@ -55,9 +61,8 @@ def with_words(
 
     columns = list(rows.columns)
     rows.insert(columns.index("token") + 1, "token_text", said("token", cross | decoder))
-    if "top_key" in columns:
-        place = columns.index("top_key") + 2
-        rows.insert(place, "top_key_text", said("top_key", decoder & ~cross))
+    for name in {"top_key", "key"} & set(columns):
+        rows.insert(columns.index(name) + 2, f"{name}_text", said(name, decoder & ~cross))
     return table
 
 
