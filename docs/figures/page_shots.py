@@ -30,6 +30,8 @@ def main() -> None:
         size = {"width": given.width, "height": given.height}
         page = browser.new_page(viewport=size)
         page.goto(given.page.resolve().as_uri())
+        bars = "document.querySelectorAll('nav').forEach(x => { x.style.position = 'static' })"
+        page.evaluate(bars)  # a bar that stays on top would hide the heading
         if given.heading:
             heading = page.get_by_role("heading", name=given.heading).first
             heading.evaluate("x => scrollTo(0, x.getBoundingClientRect().top + scrollY - 12)")

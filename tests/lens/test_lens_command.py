@@ -15,6 +15,7 @@ from toy_texts import toy_folder
 
 import command
 from cumulant.cli.lens_run import _tell_changed
+from cumulant.lens import Examination
 
 
 def cumulant(*arguments):
@@ -122,6 +123,17 @@ def test_bad_input_is_one_line(name, folder, tmp_path, monkeypatch):
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
     assert not out.exists()
+
+
+def test_extras_may_be_separated_by_commas(folder, tmp_path):
+    out = tmp_path / "out"
+    done = cumulant("-m", folder, "-t", "the cat", "--with", "energy, nonsense", "-o", out)
+    assert done.returncode == 2
+    assert "there is no extra statistic 'nonsense'" in done.stderr
+    done = cumulant("-m", folder, "-t", "the cat sat", "--with", "energy,spectrum", "-o", out)
+    assert done.returncode == 0, done.stderr
+    columns = set(Examination.load(out).heads().columns)
+    assert {"energy_change", "lipschitz"} <= columns
 
 
 def test_an_output_that_is_a_file(folder, tmp_path):

@@ -59,7 +59,7 @@ def test_only_what_rests_on_one_kind_of_evidence():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--evidence", "hearsay"], "one of identity, simulation, empirical, got 'hearsay'"),
+        (["--evidence", "hearsay"], "one of identity, simulation, empirical, not 'hearsay'"),
         (
             ["--only", "T4", "--evidence", "empirical"],
             "none of the selected claims has empirical",
