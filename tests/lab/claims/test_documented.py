@@ -100,8 +100,8 @@ def quoted() -> dict[str, str]:
         f"{bits('expansion', 'pre-rms')})",
         "T35": f"median symmetry is {number('T35', 'symmetry'):.2f} to 0.68, where the link has 1",
         "link, bidirectional": f"are {link} more symmetric than mismatched pairs (95 % interval "
-        f"{even[1:]}",
-        "link, causal": f"a causal one {causal}",
+        f"{even[1:-1]}",
+        "link, causal": f"In a causal one {causal}",
         "T37a": f"keeps {number('T37a', 'one_head'):.0%} of its retrieval with one set of "
         f"attention weights for all heads, but only {number('T37a', 'query_key'):.0%} with the "
         "identity",

@@ -30,7 +30,7 @@ from cumulant.lab.studies.reading import known, read
 from cumulant.lab.studies.recall import Recall
 from cumulant.lab.studies.results import Results, load, markdown, save, with_curves
 from cumulant.lab.studies.running import Run, Stopped, run
-from cumulant.lab.studies.study import Job, Judged, Study
+from cumulant.lab.studies.study import Job, Judged, Study, Tuning
 from cumulant.lab.studies.tasks import TASKS, measured, settings_of
 
 SMALL = {"steps": 24, "every": 8, "batch": 4, "windows": 4, "width": 16, "heads": 2, "context": 16}
@@ -257,6 +257,15 @@ def test_a_rule_passes_fails_or_waits(study, exp, outcome):
     difference = np.array([2.0, 2.11, 2.21]) - exp
     truth = stats.ttest_1samp(difference, 0.0).confidence_interval(0.95)
     assert judged.interval.low == pytest.approx(truth.low)
+
+
+def test_a_page_tells_of_divergences_even_without_a_search(study):
+    alone = replace(study, tuning=Tuning())
+    fine = made(study, {"exp": [1.0, 1.1], "uniform": [2.0, 2.1]})
+    assert "diverged" not in markdown(Results(alone, fine, {}))
+    lost = [replace(fine[0], diverged=3), *fine[1:]]
+    rows = [x.split(" | ") for x in markdown(Results(alone, lost, {})).splitlines()]
+    assert next(x for x in rows if x[0] == "| exp")[2] == "1 of 2 |"
 
 
 def test_bounds_ranks_and_single_seeds(study):

@@ -23,7 +23,6 @@ __all__ = ["Results", "can_save", "json_text", "load", "markdown", "save", "with
 
 # Numbers that every run has but no table needs: they say what other columns say.
 _LEFT_OUT = ("validation", "accuracy", "points", "capacity")
-_SEARCHED = ("rate", "beta", "diverged")
 _WHICH = ("variant", "stage", "seed", "rate", "beta")  # what tells the runs of a study apart
 
 
@@ -188,7 +187,9 @@ def markdown(results: Results) -> str:
         out.append(f"{said} {x.rival or '–'} | {x.measured.outcome} |")
     rows = table(study, results.runs)
     objective = objective_of(study.task)
-    left = _LEFT_OUT if study.tuning.steps else (*_LEFT_OUT, *_SEARCHED)
+    left = _LEFT_OUT if study.tuning.steps else (*_LEFT_OUT, "rate", "beta")
+    if not study.tuning.steps and all(x.diverged is None for x in results.runs):
+        left = (*left, "diverged")
     names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in left]
     names = [n for n in names if not n.startswith("capacity_")]
     first = [n for n in ("variant", objective) if n in names]
