@@ -215,7 +215,10 @@ the tiles where a kernel has several ({several} of {cells} combinations of GPU, 
 kernel) and keeps the fastest; elsewhere there is nothing to choose. Half precision was compiled as
 bfloat16: float16 needed exactly as much in all of 74 launches compared on NVIDIA's GPUs, and at
 most 6 registers more or fewer in 11 on MI300. Other mixtures of arguments, and heads narrower than
-the width, were not compiled.
+the width, are not in the table, and some spill. On A100 in half precision at width 64, grouped
+heads and a single query fit; heads of 40 and 41 features at odd lengths spill 56 and 76 bytes in
+the curvature, and grouped heads with a bias, a mask, dropout and the entropy up to 232 bytes: that
+costs time, not digits.
 
 Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912, 232,448 and 65,536 bytes of
 shared memory. {verdict}
