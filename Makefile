@@ -17,7 +17,7 @@ check: lint
 # What CI runs: everything the README promises.
 test: lint types browser
 	$(PYTEST)
-	CUMULANT_OTHER_DEVICE=some $(PYTEST) tests
+	CUMULANT_OTHER_DEVICE=1 $(PYTEST) tests
 
 environment: $(VENV)/ready
 
@@ -56,7 +56,8 @@ ROUNDS ?= 500
 FUZZ = OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz
 fuzz: environment
 	$(FUZZ)/attention_calls.py --rounds $(ROUNDS)
-	$(FUZZ)/native_calls.py --rounds $(ROUNDS)
+	$(FUZZ)/engine_calls.py --rounds $(ROUNDS)
+	TRITON_INTERPRET=1 $(FUZZ)/engine_calls.py --rounds $(ROUNDS)
 	$(FUZZ)/results.py --rounds $(ROUNDS)
 	$(FUZZ)/interrupts.py --rounds $(ROUNDS)
 	$(FUZZ)/filters.py --rounds $(ROUNDS)
@@ -72,7 +73,7 @@ sanitize: environment
 	$(BIN)/python hatch_build.py --sanitize build/sanitize
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 CUMULANT_NATIVE=build/sanitize \
 	  OMP_NUM_THREADS=2 $(BIN)/python -m pytest tests/kernels/test_native.py tests/kernels/test_rows.py \
-	    tests/fuzz/test_fuzz_native.py tests/filtering/test_compiled.py tests/fuzz/test_fuzz_filters.py
+	    tests/fuzz/test_fuzz_engines.py tests/filtering/test_compiled.py tests/fuzz/test_fuzz_filters.py
 
 # The documentation as a site; the tests build it too, and fail on warnings.
 site: environment

@@ -100,9 +100,10 @@ def _run(op, args, kwargs):
     if given and name not in _COPIES and any(x.ndim for x in strangers):
         raise RuntimeError(f"tensors of two devices meet in {name}")
     target = kwargs.get("device")
-    leaves = name == "_to_copy" and target is not None and torch.device(target).type == "cpu"
+    where = None if target is None else torch.device(target).type
+    leaves = name in ("_to_copy", "to") and where in ("cpu", "meta")
     into_host = name == "copy_" and not isinstance(args[0], OtherTensor)
-    if leaves or into_host:
+    if (leaves and where == "cpu") or into_host:
         _count("to the host")
     elif strangers and name in _COPIES:
         _count("from the host")
@@ -112,7 +113,9 @@ def _run(op, args, kwargs):
     def host(x):
         if isinstance(x, OtherTensor):
             return x.host
-        return torch.device("cpu") if isinstance(x, torch.device) else x
+        if isinstance(x, torch.device) and x.type != "meta":
+            return torch.device("cpu")
+        return x
 
     out = op(*tree_map(host, args), **tree_map(host, kwargs))
     if leaves:

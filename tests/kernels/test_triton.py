@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("file", "device"),
-    [("triton_interpreted.py", ""), ("triton_validated.py", ""), ("triton_on_a_device.py", "some")],
+    [("triton_interpreted.py", ""), ("triton_validated.py", ""), ("triton_on_a_device.py", "1")],
 )
 def test_in_the_interpreter(file, device, tmp_path):
     """In a process of its own: the interpreter is chosen before Triton is imported."""
@@ -67,6 +67,16 @@ def test_tiles_compile_without_spilling(target, dtype, width):
         assert usage.spilled == 0, (kernel, usage)
         assert 0 < usage.shared <= TARGETS[target].shared, (kernel, usage)
         assert 16 < usage.registers <= (512 if target.startswith("hip") else 255), (kernel, usage)
+
+
+def test_one_query_and_one_key_compile():
+    """Sizes of one are constants of a compiled kernel, which the interpreter does not notice."""
+    made = launches(16, 16, torch.bfloat16, pairs=True, length=1)
+    found = [x for x in made if x.question == "curvature, everything"]
+    assert {x.kernel for x in found} == set(KERNELS) - {"forward"}
+    for launch in found:
+        tile = candidates(launch.kernel, 16, torch.bfloat16, "cuda:90", pairs=True)[0]
+        assert compile_launch(launch, tile, TARGETS["cuda:90"]).registers > 16
 
 
 def test_a_tile_that_is_too_large_is_noticed():

@@ -485,3 +485,12 @@ def test_what_is_not_taken_goes_to_the_tiles(asked):
     found = attended(*(x.float() for x in xs))
     assert asked == ["no forward"]
     assert_close([x.double() for x in found], list(dense(*xs)), TOLERANCE)
+
+
+def test_random_calls(asked):
+    """A few rounds of the fuzzer, whose sizes, broadcasts, masks and layouts nobody chose."""
+    from fuzz import engine_calls
+
+    failures = engine_calls.run(rounds=20, seed=0)
+    assert not failures, "\n".join(failures)
+    assert {"forward", "tangent", "gradient", "curvature"} <= set(asked)

@@ -75,7 +75,9 @@ class Usage:
 _CALLS = ("plain", "everything", "softcap")
 
 
-def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iterator[Launch]:
+def launches(
+    d: int, e: int, dtype: torch.dtype, *, pairs: bool = False, length: int = 256
+) -> Iterator[Launch]:
     """Every launch of the four questions under a causal band: plain calls, and with everything.
 
     A plain call has no bias, no dropout, no entropy and one cotangent, that of the mean; with
@@ -84,10 +86,12 @@ def launches(d: int, e: int, dtype: torch.dtype, *, pairs: bool = False) -> Iter
     with the softcap and where there are no `pairs`.
     """
     for call in _CALLS if pairs else _CALLS[:2]:
-        yield from _recorded(d, e, dtype, call, pairs=pairs)
+        yield from _recorded(d, e, dtype, call, pairs=pairs, length=length)
 
 
-def _recorded(d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool) -> list[Launch]:
+def _recorded(
+    d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool, length: int
+) -> list[Launch]:
     made: list[Launch] = []
     question = ""
 
@@ -98,7 +102,7 @@ def _recorded(d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool) -> 
     tile = Blocks(32, 32, 32, 4, 1, "ieee")  # any will do: `compile_launch` sets another
     answers.launch, answers.choose = record, lambda *_, **__: tile
     try:
-        for name, ask in _questions(d, e, dtype, call, pairs=pairs).items():
+        for name, ask in _questions(d, e, dtype, call, pairs=pairs, m=length).items():
             question = name
             ask()
     finally:
@@ -107,10 +111,10 @@ def _recorded(d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool) -> 
 
 
 def _questions(
-    d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool
+    d: int, e: int, dtype: torch.dtype, call: str, *, pairs: bool, m: int
 ) -> dict[str, Callable[[], object]]:
     """The questions of such a call; none is answered, since launches are recorded."""
-    m, full = 256, call != "plain"
+    full = call != "plain"
     band, options = Band(upper=0), {"scale": 0.125, "rate": 0.1 if full and pairs else 0.0}
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:

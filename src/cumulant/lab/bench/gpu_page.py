@@ -169,6 +169,22 @@ tiles, and has them compute what torch's own attention does not), then
 `cumulant bench calculus --device cuda`, which prints measured ratios beside the expected ones
 below.
 
+## What the kernels answer
+
+| quantity | Triton kernels | ordinary torch operations, in tiles |
+|---|---|---|
+| mean, G, entropy | value, first derivatives; second of mean and G | second of the entropy |
+| mean, variance and maximum of the score, its key | value | derivatives |
+| value variance | on GPUs slow at float64, up to 128 features, in float32 | in float64 elsewhere |
+| row statistics (k90, higher moments), `received`, `top_keys(k)` for k > 1, losses | | everything |
+| a softcap | value, first derivatives | second derivatives |
+
+The kernels take float32, float16 and bfloat16, head dimensions up to 256 (d and e may differ), any
+lengths of queries and keys, causal bands and windows, boolean and additive masks of any broadcast,
+the gradient of the bias, grouped heads, softcap, sinks and dropout. Derivatives of third and higher
+order, float64 and wider heads go to the tiles, with the same results. Packed sequences are one call
+each: a kernel for all of them would save launches, but every engine would have to take offsets.
+
 ## Expected cost
 
 Per pair of a query and a key a kernel takes so many products of rows (2 FLOPs per feature) and one
@@ -194,10 +210,15 @@ product takes at a time / warps / stages (`i`: IEEE products), and the most that
 the launches it was compiled for. Those are, under a causal band, the launches of forward pass,
 search, tangent, gradient and curvature, plain and with everything that can be asked; for tiles
 "with pairs" also with a mask alone, with a bias, a mask and dropout, and with a softcap beside
-those. A call with any of them takes the first tile so marked. Half precision was compiled as
+those. A call with any of them takes the first tile so marked. `cumulant doctor --self-test` times
+the tiles where a kernel has several ({several} of {cells} combinations of GPU, type, width and
+kernel) and keeps the fastest; elsewhere there is nothing to choose. Half precision was compiled as
 bfloat16: float16 needed exactly as much in all of 74 launches compared on NVIDIA's GPUs, and at
 most 6 registers more or fewer in 11 on MI300. Other mixtures of arguments, and heads narrower than
-the width, were not compiled.
+the width, are not in the table, and some spill. On A100 in half precision at width 64, grouped
+heads and a single query fit; heads of 40 and 41 features at odd lengths spill 56 and 76 bytes in
+the curvature, and grouped heads with a bias, a mask, dropout and the entropy up to 232 bytes: that
+costs time, not digits.
 
 Limits: 255 registers a thread on NVIDIA's GPUs, 512 on MI300; 166,912, 232,448 and 65,536 bytes of
 shared memory. {verdict}
@@ -217,22 +238,20 @@ def markdown(rows: Sequence[Line], command: str) -> str:
         f"| {r.registers} | {r.spilled} | {r.shared} | {'yes' if r.pairs else 'no'} |"
         for r in places
     ]
-    every = [
-        b
-        for t in _TARGETS
-        for d in _DTYPES
-        for w in WIDTHS
-        for k in KERNELS
-        for b in candidates(k, w, d, t)
+    cells = [
+        candidates(k, w, d, t) for t in _TARGETS for d in _DTYPES for w in WIDTHS for k in KERNELS
     ]
+    every = sum(map(len, cells))
     verdict = summary(rows).splitlines()[-1]
-    if len(rows) < len(every):
-        verdict += f" The table has {len(every)}; those not listed were not compiled for this page."
+    if len(rows) < every:
+        verdict += f" The table has {every}; those not listed were not compiled for this page."
     return _PAGE.format(
         command=command,
         triton=metadata.version("triton"),
         fingerprint=fingerprint(),
         costs="\n".join(costs()),
         verdict=verdict,
+        several=sum(len(x) > 1 for x in cells),
+        cells=len(cells),
         lines="\n".join(lines),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import native_calls
+import engine_calls
 import pytest
 
 from cumulant.kernels.engines import engines
@@ -10,5 +10,5 @@ from cumulant.kernels.engines import engines
 
 @pytest.mark.skipif(not engines()["native"].available, reason="no compiled engine here")
 def test_random_kernel_calls_agree_with_dense_attention():
-    failures = native_calls.run(rounds=200, seed=0)
+    failures = engine_calls.run(rounds=200, seed=0)
     assert not failures, "\n".join(failures)
