@@ -53,25 +53,20 @@ def claims(
 ) -> None:
     """Test every claim of the paper and its drafts.
 
-        Each claim, T1 to T42 and the systems the paper relies on, is an experiment
-        whose numbers decide: it holds, holds with a correction (the draft's form
-        fails and the corrected one passes), does not hold in general, or is open.
+    Each claim, T1 to T42 and the systems the paper relies on, is an experiment
+    whose numbers decide: it holds, holds with a correction (the draft's form
+    fails and the corrected one passes), does not hold in general, or is open.
 
-        \b
-        cumulant claims --quick              all of them, in less than a minute
-        cumulant claims --only T14           one, with its numbers, bounds and reasons
-        cumulant claims --evidence empirical claims decided by trained models or text
-    <<<<<<< HEAD
-        cumulant claims -o ledger/           with figures and a page; about five minutes
-        cumulant claims -o ledger/ --only T14 --update    T14 anew, the others as they are
-    =======
-        cumulant claims -o ledger/           with figures and a page; about 20 minutes
-        cumulant claims -o ledger/ --only T14 --update    run T14 again, keep the others
-    >>>>>>> wnew
-        cumulant claims --json | jq '.claims[] | {id, verdict}'
+    \b
+    cumulant claims --quick              all of them, in less than a minute
+    cumulant claims --only T14           one, with its numbers, bounds and reasons
+    cumulant claims --evidence empirical claims decided by trained models or text
+    cumulant claims -o ledger/           with figures and a page; about five minutes
+    cumulant claims -o ledger/ --only T14 --update    run T14 again, keep the others
+    cumulant claims --json | jq '.claims[] | {id, verdict}'
 
-        With -o, repeat the command to resume an interrupted run. The exit code is 1
-        if an experiment crashes or departs from its recorded verdict.
+    With -o, repeat the command to resume an interrupted run. The exit code is 1
+    if an experiment crashes or departs from its recorded verdict.
     """
     from cumulant import __version__
     from cumulant.lab.claims.ledger import select

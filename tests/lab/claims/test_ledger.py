@@ -199,7 +199,7 @@ def test_claims_are_chosen_by_their_evidence():
     counts = {kind: len(select(evidence=kind)) for kind in EVIDENCE}
     assert sum(counts.values()) == len(claims())
     assert all(counts.values())
-    with pytest.raises(InputError, match="one of identity, simulation, empirical, got 'x'"):
+    with pytest.raises(InputError, match="one of identity, simulation, empirical, not 'x'"):
         select(evidence="x")
 
 
