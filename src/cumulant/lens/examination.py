@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import shutil
 import tempfile
@@ -295,9 +294,7 @@ def _number(name: str, value: Any) -> int:
     """A layer or head by number; a row of a table gives it as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, bool | float) or not hasattr(value, "__index__"):
-        raise InputError(f"head: the {name} must be an integer, not {value!r}.")
-    return operator.index(value)
+    return whole("head", f"the {name}", value)
 
 
 def _wrong(about: Any) -> str:
